@@ -91,7 +91,7 @@ class Family:
     @property
     def captures(self) -> int:
         """How often the model was captured."""
-        return len(self.call._compiler.plan_caches)
+        return len(self.call._training.graphs)
 
     def row(self, rows: int, part: float) -> Row:
         """All that is asked of one size."""

@@ -25,11 +25,13 @@ import torch
 
 from benchmarks.common import RESULTS, pyplot, rows_but, save, show
 from benchmarks.steps import entry_of, planned
+from fxremat.compiler import compiler
 from fxremat.costs.cache import COSTS
-from fxremat.frontend import capture, captured, pipeline
+from fxremat.graph import graph
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.extract import EVALUATIONS
 from fxremat.planner.search import Search
+from fxremat.planning import planner
 
 MODELS = (
     "gpt16",
@@ -115,9 +117,9 @@ def planning_seconds(name: str) -> dict[str, Any]:
     COSTS.clear()
     clock = Clock()
     patches = (
-        (capture.StepCompiler, "_plan_cache", "planning"),
-        (captured, "measure_line", "measuring"),
-        (pipeline, "emit", "emission"),
+        (compiler, "_planned_graph", "planning"),
+        (graph, "measure_line", "measuring"),
+        (planner, "emit", "emission"),
         (Evaluator, "candidate", "evaluating"),
         (Evaluator, "climb", "climbing"),
     )
@@ -154,8 +156,8 @@ def one_more(name: str) -> float:
     torch._dynamo.reset()
     COSTS.clear()
     clock = Clock()
-    run = clock.timed("planning", capture.StepCompiler._plan_cache)
-    with mock.patch.object(capture.StepCompiler, "_plan_cache", run):
+    run = clock.timed("planning", compiler._planned_graph)
+    with mock.patch.object(compiler, "_planned_graph", run):
         planned(entry_of(name), 0.5)
     return clock.seconds["planning"]
 

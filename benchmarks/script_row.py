@@ -184,7 +184,7 @@ class Wrapping:
             return self.budget
         modules: list[Any] = [made() for made in self.made]
         runners = [module._state.runner for module in modules if module is not None]
-        budgets = [runner.compiler.loop.budget.nbytes for runner in runners if runner is not None]
+        budgets = [runner.training.loop.budget.nbytes for runner in runners if runner is not None]
         return max((nbytes for nbytes in budgets if nbytes is not None), default=None)
 
 

@@ -277,7 +277,7 @@ def _attempt(
         finally:
             row["steps_taken"] = len(run.left)
             row["steps_s"] = time.perf_counter() - begin
-        nbytes = call._compiler.loop.budget.nbytes
+        nbytes = call._training.loop.budget.nbytes
         resident = resident_bytes(case.model, case.args, case.kwargs)
         differs = [first_difference(*pair) for pair in zip(run.left, expected, strict=True)]
         row |= {
@@ -288,7 +288,7 @@ def _attempt(
             "differs": next((d for d in differs if d), None),
             "differing_steps": [n for n, d in enumerate(differs) if d],
             "plans": len(call.plans),
-            "plan_caches": len(call._compiler.plan_caches),
+            "graphs": len(call._training.graphs),
         }
         if timed:
             row |= _timed(entry, run)

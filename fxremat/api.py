@@ -30,12 +30,14 @@ from fxremat.frontend.checks import check_verifiable, cross_checked, refuse_chec
 from fxremat.frontend.compiled import CompiledModule, compiled, original_of
 from fxremat.frontend.estimate import Asked, estimate_step
 from fxremat.frontend.losses import Loss
-from fxremat.frontend.optimizer_state import check_optimizers
 from fxremat.frontend.ranks import Peers, Ranks
 from fxremat.frontend.sample import Sample, check_gradients
-from fxremat.frontend.schedules import frontier_over
 from fxremat.frontend.untouched import generators_restored, in_training
+from fxremat.graph.pool import frontier_over
+from fxremat.graph.pools import all_pools
+from fxremat.loop.optimizer_state import check_optimizers
 from fxremat.planner.search import DEFAULT_GENERATORS
+from fxremat.planning.choose import usual_context
 from fxremat.progress import shown
 from fxremat.report.estimate import Estimate
 from fxremat.report.frontier import Batches, Frontier
@@ -228,7 +230,7 @@ def plan(
     if read_bool("check", check):
         refuse_check(options.get("offload", False))
     made = compile(model, sample, budget, **_whole(options))
-    made._compiler.loop.leave()  # it does not train
+    made._training.loop.leave()  # it does not train
     (found,) = made.plans
     return cross_checked(found) if check else found
 
@@ -251,13 +253,12 @@ def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
         FxrematError: the errors of :func:`compile`.
     """
     made = compile(model, sample, 1.0, **_whole(options))
-    made._compiler.loop.leave()  # it does not train
-    (plan_cache,) = made._compiler.plan_caches
-    (first,) = plan_cache.plans
-    context = plan_cache.planner.usual(first)
+    made._training.loop.leave()  # it does not train
+    (graph,) = made._training.graphs
+    (first,) = graph.calls.plans
+    context = usual_context(graph, first, made._training.loop.budget)
     with generators_restored(), in_training(original_of(model)), torch.enable_grad():
-        found = plan_cache.planner.look_at_all(context)
-    return frontier_over(found)
+        return frontier_over(all_pools(graph, context))
 
 
 def max_batch(
@@ -316,21 +317,22 @@ def max_batch(
             "plan of each size by itself, fxremat.plan(model, sample, budget) for a sample of that "
             "size; it raises a BudgetError where the size does not fit",
         ) from None
-    made._compiler.loop.leave()  # it does not train
-    (plan_cache,) = made._compiler.plan_caches
-    (context,) = plan_cache.plans
+    made._training.loop.leave()  # it does not train
+    (graph,) = made._training.graphs
+    (context,) = graph.calls.plans
 
     def trains(resized: Sample) -> bool:
         try:
             tried = compile(model, resized, budget_bytes, dynamic=False, **_whole(options))
         except BudgetError:
             return False
-        tried._compiler.loop.leave()
+        tried._training.loop.leave()
         return True
 
     with generators_restored(), in_training(model), torch.enable_grad(), shown() as progress:
         return Batching(
-            plan_cache.planner,
+            graph,
+            made._training.loop.budget,
             budget_bytes,
             context,
             model,

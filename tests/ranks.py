@@ -378,7 +378,7 @@ class _Job:
         if self.other == "late":
             os._exit(1)
         if self.other == "killed":
-            patch("fxremat.frontend.captured.measure_line", lambda *_, **_k: os._exit(1)).start()
+            patch("fxremat.graph.graph.measure_line", lambda *_, **_k: os._exit(1)).start()
         if self.case.budget is not None:
             waits = self.case.other in ("late", "killed")  # for nobody; else machines may be slow
             budgets: Any = self.case.budgets

@@ -300,7 +300,7 @@ def test_what_was_planned_goes_with_the_compiled_module() -> None:
     compiled = fxremat.compile(model, x, "min")
     for _ in range(3):
         step(model, compiled, x)
-    planner = weakref.ref(compiled._compiler)
+    planner = weakref.ref(compiled._training)
     del compiled
     gc.collect()
     assert planner() is None

@@ -15,6 +15,7 @@ from torch import Tensor, distributed, multiprocessing, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import fxremat
+from fxremat.planning.choose import all_in_flight
 from tests.loops.memory import recording, sizes_known
 from tests.loops.subjects import SUBJECTS
 from tests.ranks import Model, beginning
@@ -252,8 +253,8 @@ def test_what_does_not_go_with_it() -> None:
 def test_the_least_of_all_is_no_less_than_that_of_one_beside_others_that_hold_more() -> None:
     model, sample = torch.nn.Sequential(torch.nn.Linear(16, 16)), torch.randn(8, 16)
     compiled: Any = fxremat.compile(model, sample, "min", in_flight=2)
-    plan_cache = compiled._compiler.plan_caches[0]
-    (context,) = plan_cache.plans
+    graph = compiled._training.graphs[0]
+    (context,) = graph.calls.plans
     waits = replace(context, waiting=1, waiting_bytes=1 << 30)
-    least_bytes = plan_cache.planner.step.around(waits).given_bytes + 1
-    assert plan_cache.planner._of_all(waits, least_bytes) >= least_bytes
+    least_bytes = graph.held(waits).given_bytes + 1
+    assert all_in_flight(graph, waits, least_bytes) >= least_bytes

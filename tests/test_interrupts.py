@@ -100,7 +100,7 @@ def steps_interrupted(count: int) -> None:
                 assert all(map(torch.equal, expected, gradients(model, call, x)))
     assert hits > count / 25  # few where the machine is busy
     gc.collect()
-    arena = call._compiler.latest.planned.graphs.arena
+    arena = call._training.latest[1].arena
     assert (arena.leases, arena.allocated_bytes) == (0, call.plan.host_bytes)
     assert all(map(torch.equal, expected, gradients(model, call, x)))
 
@@ -164,7 +164,7 @@ def test_an_exception_that_is_kept_holds_no_memory_of_its_step():
 
 
 def arena_of(call: CompiledModule) -> Arena:
-    return call._compiler.latest.planned.graphs.arena
+    return call._training.latest[1].arena
 
 
 def test_an_interrupted_wait_never_holds_up_the_worker():

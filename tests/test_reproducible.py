@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.frontend import captured
+from fxremat.graph import graph as graphs
 from tests.frontend.test_emission import SAMPLE, model
 from tests.models import ZOO
 
@@ -49,8 +49,8 @@ from tests import test_reproducible as test
 
 folder, *refused = sys.argv[1:]
 for place in refused:
-    file, name = place.split(".")
-    setattr(import_module("fxremat.frontend." + file), name, test.refuse)
+    file, _, name = place.rpartition(".")
+    setattr(import_module("fxremat." + file), name, test.refuse)
 test.save_plans(Path(folder))
 """
 
@@ -67,8 +67,8 @@ def in_another_process(
     return contents(folder)
 
 
-MEASURING = ("captured.measure_line", "schedules.measure_link")
-PLANNING = ("pipeline.emit", "pipeline.fastest")
+MEASURING = ("graph.graph.measure_line", "graph.pools.measure_link")
+PLANNING = ("planning.planner.emit", "planning.choose.fastest")
 
 
 def test_other_processes_plan_the_same_or_know_it(tmp_path: Path):
@@ -94,7 +94,7 @@ def test_another_budget_needs_no_measuring(tmp_path: Path, monkeypatch: pytest.M
     whole = {"split": False}  # parts are cut for a budget, and measured then
     full = fxremat.plan(model(), SAMPLE, 1.0, **whole)
     torch._dynamo.reset()
-    monkeypatch.setattr(captured, "measure_line", refuse)
+    monkeypatch.setattr(graphs, "measure_line", refuse)
     least = fxremat.plan(model(), SAMPLE, "min", **whole)
     assert least.measured == full.measured
     assert least.predicted_peak_bytes < full.predicted_peak_bytes
@@ -114,5 +114,5 @@ def test_damaged_entries_are_written_anew(tmp_path: Path, monkeypatch: pytest.Mo
     assert again.measured == first.measured
     assert again.forward_code == first.forward_code
     torch._dynamo.reset()
-    monkeypatch.setattr(captured, "measure_line", refuse)
+    monkeypatch.setattr(graphs, "measure_line", refuse)
     assert fxremat.plan(model(), SAMPLE, "min") == again, "it was not written anew"

@@ -156,7 +156,7 @@ def test_nothing_is_tried_out_inside_a_step_and_the_users_setting_stays():
         assert seen and not any(seen)  # while it was measured
         for on_cuda in (False, True):
             seen.clear()
-            call._compiler.plan_caches[0].on_cuda = on_cuda
+            call._training.graphs[0].calls.on_cuda = on_cuda
             call(SAMPLE).sum().backward()
             assert seen == [not on_cuda, not on_cuda]
         assert torch.backends.cudnn.benchmark

@@ -17,7 +17,8 @@ from torch.nn import functional
 import fxremat
 from fxremat.costs import scaled
 from fxremat.costs.execute import Operations
-from fxremat.frontend import captured, pipeline, schedules
+from fxremat.graph import graph as graphs
+from fxremat.graph import pool, pools
 from fxremat.passes.split.parts import Changed, same_bits
 from fxremat.passes.stages.block import Block
 from tests.models import ZOO
@@ -83,7 +84,7 @@ def compiled(model: nn.Module, budget: Any, **options: Any) -> fxremat.CompiledM
 @pytest.fixture
 def first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first form that fits is taken, however long others seem to take."""
-    monkeypatch.setattr(pipeline, "MUCH_SLOWER", math.inf)
+    monkeypatch.setattr(pools, "MUCH_SLOWER", math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def test_exact_needs_half_the_least_and_keeps_all_bits(least_bytes: int):
 def test_where_everything_fits_a_large_loss_is_in_parts_if_that_is_faster(
     is_faster: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(schedules, "FASTER", 100.0 if is_faster else 0.0)
+    monkeypatch.setattr(pool, "FASTER", 100.0 if is_faster else 0.0)
     model, truth, given = made(), made(), batch()
     call = compiled(model, "100%")
     assert bool(call.plan.form.parts_bytes) == is_faster
@@ -142,7 +143,7 @@ def test_where_everything_fits_a_large_loss_is_in_parts_if_that_is_faster(
 
 
 def test_where_everything_fits_nothing_else_is_in_parts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(schedules, "FASTER", 100.0)
+    monkeypatch.setattr(pool, "FASTER", 100.0)
     torch._dynamo.reset()
     model, x = Sequences(breaks=False).double(), torch.randn(2, 256, 16, dtype=torch.float64)
     call = fxremat.compile(model, x, "100%", loss="own", split=True, assume="strict")
@@ -694,7 +695,7 @@ def test_bits_are_asked_for_at_few_sizes_and_at_the_answer(
 
     monkeypatch.setattr(scaled, "other_bits", watched)
     # At the size of a capture: of which the kernels of some processors keep fewer.
-    monkeypatch.setattr(captured, "other_bits", lambda _, given, *__, **___: Changed())
+    monkeypatch.setattr(graphs, "other_bits", lambda _, given, *__, **___: Changed())
     torch._dynamo.reset()
     model, budget = made(), least_bytes
     largest = fxremat.max_batch(model, batch(), budget, loss="own").largest.size

@@ -140,7 +140,7 @@ def test_shares_and_min_train_with_nothing_given(budget: float | str) -> None:
     compiled = fxremat.compile(model, X, budget)
     found = budget_warnings(lambda: train(compiled, optimizer, "before"))
     assert len([text for text in found if "a step of AdamW allocates" not in text]) <= 1
-    assert compiled.plan.budget_bytes == compiled._compiler.loop.budget.nbytes
+    assert compiled.plan.budget_bytes == compiled._training.loop.budget.nbytes
 
 
 def test_a_strict_least_leaves_the_loop_out() -> None:

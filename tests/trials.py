@@ -60,7 +60,7 @@ def compiled(
 
 def captures(call: CompiledModule) -> int:
     """How often the step was captured."""
-    return len(call._compiler.plan_caches)
+    return len(call._training.graphs)
 
 
 def measured_bytes(entry: ZooModel, model: nn.Module, call: CompiledModule) -> int:

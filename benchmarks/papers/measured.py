@@ -123,7 +123,7 @@ def parameter_gradients(compiled: fxremat.CompiledModule) -> dict[int, int]:
 
     Costs have them among all that the backward holds; the emitted graph tells them apart.
     """
-    body = compiled._compiler.latest.planned.graphs.backward.body
+    body = compiled._training.latest[1].backward.body
     made = {v: (str(s.target), i) for s in body.statements for i, v in enumerate(s.makes)}
     found: dict[int, int] = {}
     for gradient in (

@@ -150,7 +150,7 @@ def _within(make: Callable[[], Any], budget: int | str, expected: list[Any]) -> 
         callback = FxrematCallback(budget)
         trainer = train(make, callback)
         assert callback.model is not None
-        nbytes = callback.model._compiler.loop.budget.nbytes
+        nbytes = callback.model._training.loop.budget.nbytes
         differs = [first_difference(*pair) for pair in zip(trainer.left, expected, strict=True)]
         row |= {
             "untouched": {},

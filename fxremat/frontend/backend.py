@@ -11,16 +11,17 @@ import torch
 from torch import fx, nn
 
 from fxremat import torch_compat
+from fxremat.compiler.compiler import compile_graph
+from fxremat.compiler.entry import keep_compiled
 from fxremat.errors import ArgumentError, FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments, Executor
-from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.compiled import CompiledModule
-from fxremat.frontend.entry import keep_compiled
 from fxremat.frontend.losses import target_bytes
 from fxremat.frontend.sample import Sample
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds, needs_of_loss
 from fxremat.report.plan import Plan, StepPlan
+from fxremat.training.training import Training
 
 
 def backend(
@@ -58,14 +59,14 @@ def backend(
             known = _compiler(module, Arguments.read_options(given))
             known.asked_by = options  # whose identity is nobody else's then
             _compilers[id(options)] = known
-        return known(module, example_inputs)
+        return compile_graph(known, module, example_inputs)
     except FxrematError as error:
         raise torch_compat.not_wrapped(error) from error.__cause__
 
 
 keep_compiled()  # torch loads this when it is asked for the backend, and calls it much later
 
-_compilers: weakref.WeakValueDictionary[int, StepCompiler] = weakref.WeakValueDictionary()
+_compilers: weakref.WeakValueDictionary[int, Training] = weakref.WeakValueDictionary()
 """Compilers of the backend, by the identity of their options, as long as a graph is there."""
 
 
@@ -113,7 +114,7 @@ def _usual_executor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Ex
     return "inductor" if fused else "eager"
 
 
-def _compiler(module: fx.GraphModule, asked: Arguments) -> StepCompiler:
+def _compiler(module: fx.GraphModule, asked: Arguments) -> Training:
     """What plans the steps of a model, of which ``module`` is the first graph."""
     classes = [own for own in asked.optimizers if isinstance(own, type)]
     if classes:
@@ -124,9 +125,7 @@ def _compiler(module: fx.GraphModule, asked: Arguments) -> StepCompiler:
             value=classes[0],
         )
     needs = _needs_of_loss(module, asked)
-    return StepCompiler.of(
-        asked, nn.Module(), needs=needs, target_bytes=_target_bytes(module, asked)
-    )
+    return Training.of(asked, nn.Module(), needs=needs, target_bytes=_target_bytes(module, asked))
 
 
 def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None:

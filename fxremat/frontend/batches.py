@@ -13,12 +13,15 @@ import torch
 from torch import nn
 
 from fxremat.errors import ArgumentError, BudgetError
-from fxremat.frontend.dimensions import MOST_SIZE, Dimension, nearest, resized, taken_sizes
-from fxremat.frontend.largest import largest_size
-from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.budget import TrainingBudget
 from fxremat.frontend.sample import Sample, call_without_data, places_of
-from fxremat.frontend.schedules import fastest, least_of
+from fxremat.graph.dimensions import MOST_SIZE, Dimension, nearest, resized, taken_sizes
+from fxremat.graph.graph import Graph
+from fxremat.graph.pool import fastest, least_of
+from fxremat.graph.pools import least_bytes_from_scratch, pools, rough_least_bytes
 from fxremat.planner.context import StepContext
+from fxremat.planning.choose import usual_context
+from fxremat.planning.largest_size import largest_size
 from fxremat.progress import Progress
 from fxremat.report.frontier import Batches, BatchPoint
 from fxremat.units import format_bytes
@@ -142,7 +145,8 @@ class Batching:
     """One captured step whose sizes vary.
 
     Attributes:
-        planner: of the step.
+        graph: that was captured.
+        budget: of the model.
         budget_bytes: what is not to be exceeded.
         context: what the captured call found.
         model: what was captured.
@@ -153,7 +157,8 @@ class Batching:
             are answered as they are predicted.
     """
 
-    planner: Planner
+    graph: Graph
+    budget: TrainingBudget
     budget_bytes: int
     context: StepContext
     model: nn.Module
@@ -177,7 +182,7 @@ class Batching:
 
     def _group(self, asked: NamedDim) -> tuple[Dimension, ...]:
         """All dimensions that vary with one."""
-        known, hints = self.planner.step.dimensions, self.planner.step.sizes.hints
+        known, hints = self.graph.dimensions, self.graph.sizes.hints
         if not any(d.place == asked.place and d.dim == asked.dim for d in known):
             raise asked.refuse(
                 f"{asked.name}, {asked.size} in the sample, does not vary: the model takes only "
@@ -198,16 +203,16 @@ class Batching:
         values = self.context.sizes
         for group, size in zip(groups, sizes, strict=True):
             values = resized(values, group, size)
-        return self.planner.usual(replace(self.context, sizes=values))
+        return usual_context(self.graph, replace(self.context, sizes=values), self.budget)
 
     def _point(
         self, groups: Sequence[Sequence[Dimension]], sizes: tuple[int, ...], *, run: bool = True
     ) -> BatchPoint:
         context = self._at(groups, sizes)
-        schedules = self.planner.within(context, self.budget_bytes, run=run, bits=False)
-        least_bytes = least_of(schedules).least_bytes
-        _, found = fastest(schedules, max(self.budget_bytes, least_bytes))
-        return BatchPoint(sizes, least_bytes, found.total_s)
+        found = pools(self.graph, context, self.budget_bytes, run=run, bits=False)
+        least_bytes = least_of(found).least_bytes
+        _, candidate = fastest(found, max(self.budget_bytes, least_bytes))
+        return BatchPoint(sizes, least_bytes, candidate.total_s)
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
         taken = self._taken(self.context, group)
@@ -254,13 +259,13 @@ class Batching:
     def _largest(self, context: StepContext, group: Sequence[Dimension]) -> int | None:
         """The largest size of ``group`` that fits, and that the model takes."""
         predicted = largest_size(
-            self.planner,
+            self.graph,
             context,
             group,
             self.budget_bytes,
             most=self.most,
             alone=True,
-            at_sizes=self.planner.usual,
+            at_sizes=lambda own: usual_context(self.graph, own, self.budget),
             takes=self._is_taken,
         )
         return predicted and self._largest_trained(context, group, predicted)
@@ -279,8 +284,8 @@ class Batching:
             return replace(context, sizes=resized(context.sizes, group, size))
 
         def fits_without_bits(size: int) -> bool:
-            own = self.planner.usual(at(size))
-            least = self.planner.alone_bytes(own, self.budget_bytes, exact_parts=False)
+            own = usual_context(self.graph, at(size), self.budget)
+            least = least_bytes_from_scratch(self.graph, own, self.budget_bytes, exact_parts=False)
             return least <= self.budget_bytes
 
         if self.trains is None or fits_without_bits(predicted):
@@ -305,7 +310,7 @@ class Batching:
 
     def _taken(self, context: StepContext, group: Sequence[Dimension]) -> range:
         """Sizes for which the captured step holds, beside others for which it does."""
-        found = taken_sizes(self.planner.step.sizes, context.sizes, group)
+        found = taken_sizes(self.graph.sizes, context.sizes, group)
         assert found is not None
         return found
 
@@ -314,7 +319,7 @@ class Batching:
         for group in groups:
             smallest.append(self._taken(context, group).start)
             context = self._at(groups[: len(smallest)], smallest)
-        least, budget = self.planner.roughly(context), self.budget_bytes
+        least, budget = rough_least_bytes(self.graph, context), self.budget_bytes
         named = zip(groups, smallest, strict=True)
         told = ", ".join(f"{group[0].name} is {size}" for group, size in named)
         return BudgetError(
@@ -325,7 +330,7 @@ class Batching:
 
     def _is_taken(self, context: StepContext) -> bool:
         """Whether the model takes arguments of such sizes, such as its table of positions does."""
-        if context.sizes == self.planner.step.sizes.hints:
+        if context.sizes == self.graph.sizes.hints:
             return True
         try:
             call_without_data(self.model, self._sample_at(context, torch.Tensor.new_empty))
@@ -339,7 +344,7 @@ class Batching:
         """A sample of a call's sizes: zeros, which any index or class may be; or what ``make``
         makes of a tensor and a shape.
         """
-        new = {(d.place, d.dim): context.sizes[d.symbol] for d in self.planner.step.dimensions}
+        new = {(d.place, d.dim): context.sizes[d.symbol] for d in self.graph.dimensions}
         made: dict[int, torch.Tensor] = {}  # one tensor may be given in several places
         for place, tensor in places_of(self.sample.args, self.sample.kwargs):
             shape = [new.get((place, dim), size) for dim, size in enumerate(tensor.shape)]

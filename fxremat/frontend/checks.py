@@ -17,11 +17,11 @@ from fxremat.costs.workspaces import forget_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.losses import Compared
-from fxremat.frontend.optimizer_state import counted_state, optimizer_bytes
 from fxremat.frontend.runner import Runner
 from fxremat.frontend.sample import Sample
 from fxremat.frontend.untouched import in_training
 from fxremat.ir import Infeasible, Problem, Solved
+from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
 from fxremat.optional import find
 from fxremat.report.estimate import Verified
 from fxremat.report.facts import CrossCheck
@@ -151,11 +151,10 @@ def _followed(
         torch.cuda.reset_peak_memory_stats(device)
         _step(own, runner, sample, asked.loss)
         torch.cuda.synchronize(device)
-        assert runner.compiler.latest is not None
         found.append(
             Verified(
                 device=torch.cuda.get_device_name(device),
-                plan=runner.compiler.latest.plan,
+                plan=runner.training.latest_record(),
                 allocated_bytes=torch.cuda.max_memory_allocated(device) - others[0],
                 reserved_bytes=torch.cuda.max_memory_reserved(device) - others[1],
                 budget_on=asked.budget_on,
@@ -165,7 +164,7 @@ def _followed(
         )
         own.zero_grad()
     del state
-    runner.compiler.close()
+    runner.training.close()
     runner.release()
     return max(found, key=lambda own: own.peak_bytes)
 

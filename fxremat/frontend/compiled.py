@@ -20,20 +20,20 @@ from fxremat import torch_compat
 from fxremat.costs.measure import device_of
 from fxremat.errors import FxrematError, PlanError
 from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.losses import own_loss
 from fxremat.frontend.raised import shorten
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.runner import Runner, initialize
 from fxremat.frontend.sample import Sample, check_sample
-from fxremat.frontend.shortfall import warn
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds
 from fxremat.frontend.trace import trace_step
+from fxremat.graph.shortfall import warn
 from fxremat.progress import LOG
 from fxremat.report.plan import Plan, StepPlan
 from fxremat.report.trace import StepTrace
 from fxremat.runtime import cuda_graph
+from fxremat.training.training import Training
 
 
 @dataclass  # without slots, which Python 3.10 cannot have weak references beside
@@ -69,8 +69,8 @@ class _State:
     def take(self, runner: Runner) -> None:
         """Let it run all calls from now on. It is in circles: with this it lets go of the model."""
         self.runner = runner
-        runner.compiler.loop.copies = self.copies
-        loop = runner.compiler.loop
+        loop = runner.training.loop
+        loop.copies = self.copies
         loop.join()
         if loop.budget.usual:
             loop.outside.begin(loop.device)
@@ -80,7 +80,7 @@ class _State:
 def _release(runner: weakref.ref[Runner]) -> None:
     found = runner()
     if found is not None:
-        found.compiler.loop.leave()
+        found.training.loop.leave()
         found.release()
 
 
@@ -111,7 +111,7 @@ class CompiledModule(nn.Module):
             PlanError: no step was planned so far; of several graphs: that step followed no plans
                 that were chosen together.
         """
-        return latest_plan(self._compiler, self._parameter_names)
+        return latest_plan(self._training, self._parameter_names)
 
     def _parameter_names(self) -> dict[int, str]:
         """Names of the model's parameters, by ``id``."""
@@ -122,8 +122,7 @@ class CompiledModule(nn.Module):
         """One plan for each context met so far."""
         if self._state.runner is None:
             return ()
-        plans = (compiled.plan for compiled in self._compiler.compiled)
-        return tuple({id(plan): plan for plan in plans}.values())
+        return tuple({id(plan): plan for plan in self._training.records()}.values())
 
     @property
     def forward_code(self) -> str:
@@ -145,23 +144,23 @@ class CompiledModule(nn.Module):
             PlanError: no step was planned so far, or it is of several graphs.
             ValueError: it ran the forward or the backward more or less than once.
         """
-        if self._compiler.regions.several:
+        if self._training.regions.several:
             raise PlanError(
                 f"{type(self).__name__} is captured in several graphs, and trace_step times the "
                 "calls of one. Use plan.save_trace(path) for what is predicted, or torch.profiler"
             )
         device = device_of(self._state.original)
-        return trace_step(step, compiler=self._compiler, device=device)
+        return trace_step(step, training=self._training, device=device)
 
     @property
-    def _compiler(self) -> StepCompiler:
+    def _training(self) -> Training:
         runner = self._state.runner
         if runner is None:
             raise PlanError(
                 f"no step of {type(self).__name__} is planned yet: the first training call is, or "
                 "give a sample to compile"
             )
-        return runner.compiler
+        return runner.training
 
     def _replicate_for_data_parallel(self) -> Any:
         raise TypeError(
@@ -205,7 +204,7 @@ class CompiledModule(nn.Module):
             asked = replace(asked, host=copy.copy(asked.host))  # with a limit of its own
         if runner is None:
             return asked, self._state.kept
-        if runner.compiler.regions.several:  # a plan is one region's
+        if runner.training.regions.several:  # a plan is one region's
             return asked, None
         return replace(asked, kept=None), self.plans[0]
 
@@ -241,8 +240,8 @@ def compiled(model: nn.Module, asked: Arguments, sample: Sample | None) -> Compi
             torch.inference_mode(False) if inside else contextlib.nullcontext(),
         ):
             runner = _started(made._state, sample.map(_differentiable), hooked=True)
-        for plan_cache in runner.compiler.plan_caches:
-            plan_cache.planner.step.measuring_bytes = 0  # that was before training
+        for graph in runner.training.graphs:
+            graph.measuring_bytes = 0  # that was before training
         made._state.take(runner)
     return made
 
@@ -438,7 +437,7 @@ def _whole(state: _State, call: Sample) -> Runner | None:
     except FxrematError as error:  # pieces keep to the budget, or say why not
         LOG.info("the model stays in pieces: %s", error)
         return None
-    return None if found.compiler.regions.several else found
+    return None if found.training.regions.several else found
 
 
 def _started(state: _State, sample: Sample, *, hooked: bool, detaches: bool = True) -> Runner:

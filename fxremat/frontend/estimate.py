@@ -16,22 +16,25 @@ from fxremat.errors import BudgetError, SizesError
 from fxremat.frontend.arguments import Arguments, Optimizer
 from fxremat.frontend.batches import Batching, Dim, NamedDim, read_dims
 from fxremat.frontend.budget import Budget, TrainingBudget
-from fxremat.frontend.captured import CapturedStep
 from fxremat.frontend.losses import Compared, LossOfOutputs, own_loss, target_bytes
-from fxremat.frontend.optimizer_state import counted_state, optimizer_bytes
 from fxremat.frontend.outputs import Unused
-from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.sample import Sample, call_without_data, places_of
 from fxremat.frontend.surplus import needs_of_loss
 from fxremat.frontend.untouched import in_training
 from fxremat.frontend.without_data import HOME, FakeCopies, capture
+from fxremat.graph.forms import PlanOptions
+from fxremat.graph.graph import Graph
+from fxremat.graph.pools import all_pools
 from fxremat.ir import MeasuredLink
+from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller
 from fxremat.planner.transfers import HostMemory
+from fxremat.planning.choose import budget_contexts
+from fxremat.planning.planner import first_plan, later_plan
 from fxremat.progress import CAPTURE, PLAN, Progress
 from fxremat.report.estimate import Estimate, LossOf
 from fxremat.report.frontier import Batches
@@ -55,7 +58,7 @@ class Asked:
     known: Plan | None
 
 
-def planner_dry(
+def graph_without_data(
     model: nn.Module,
     sample: Sample,
     asked: Asked,
@@ -63,7 +66,7 @@ def planner_dry(
     progress: Progress,
     *,
     dynamic: bool,
-) -> tuple[Planner, StepContext]:
+) -> tuple[Graph, TrainingBudget, StepContext]:
     """Capture a step, and look for its schedules; model and sample have no data.
 
     Returns what plans it, everything kept, and the context of its calls.
@@ -83,32 +86,31 @@ def planner_dry(
     caller = replace(caller, held_bytes=counted_state(state, inner, gradients))
     named = {id(tensor): name for name, tensor in reversed(places_of(sample.args, sample.kwargs))}
     places = {i: named[id(t)] for i, t in captured.inputs.items() if id(t) in named}
-    step = CapturedStep(
+    graph = Graph(
         captured.joint,
         forward_output_count=captured.output_count,
         inputs={i: _placed(t, device) for i, t in captured.inputs.items()},
         caller=caller,
         progress=progress,
+        options=PlanOptions(
+            host=_host(asked),
+            exact=options.exact,
+            split=options.split is True,  # what keeps bits is measured where the step runs
+            effort=options.effort,
+            allocator=AllocatorSettings() if device.type == "cuda" else None,
+            generators=options.generators,
+        ),
         places=places,
         roles=roles_of(captured.inputs, torch_compat.tensors_of_module(inner), places),
         costs=asked.known.measured if asked.known else None,
         target=asked.device,
         model=type(model).__name__,
     )
-    planner = Planner(
-        step,
-        TrainingBudget(Budget(1.0, share=1.0), usual=options.assume == "usual"),
-        host=_host(asked),
-        exact=options.exact,
-        split=options.split is True,  # what keeps bits is measured where the step runs
-        effort=options.effort,
-        allocator=AllocatorSettings() if device.type == "cuda" else None,
-        generators=options.generators,
-    )
     existing = captured.gradients if options.accumulate else frozenset()
-    context = StepContext(step.sizes.hints, existing, existing)
-    planner.look_at_all(planner.resolved_for(context)[0])
-    return planner, context
+    context = StepContext(graph.sizes.hints, existing, existing)
+    budget = TrainingBudget(Budget(1.0, share=1.0), usual=options.assume == "usual")
+    all_pools(graph, budget_contexts(graph, context, budget)[0])
+    return graph, budget, context
 
 
 def _host(asked: Asked) -> HostMemory | None:
@@ -211,17 +213,19 @@ def estimate_step(
     shape = sample.map(copies.of)
     plan, batches, budget_bytes = None, None, None
     with copies.inside(model), in_training(model), torch.enable_grad():
-        planner, context = planner_dry(model, shape, asked, copies, progress, dynamic=False)
-        kept = planner.first(context).completed().plan
+        graph, budget, context = graph_without_data(
+            model, shape, asked, copies, progress, dynamic=False
+        )
+        kept = first_plan(graph, context, budget).completed()
         progress(PLAN)
         if asked.budget is not None:
             budget_bytes = asked.budget.bytes_of(
                 full_bytes=kept.baseline_peak_bytes, least_bytes=kept.least_budget_bytes
             )
-            planner.budget = replace(planner.budget, written=asked.budget, nbytes=None)
-            planner.started = False
+            budget = replace(budget, written=asked.budget, nbytes=None)
+            graph.started = False
             with contextlib.suppress(BudgetError):  # nothing fits
-                plan = planner.again(context).completed().plan
+                plan = later_plan(graph, context, budget).completed()
         if dims:
             batches = _batches(model, shape, asked, copies, dims, most, progress)
     return Estimate(
@@ -230,7 +234,7 @@ def estimate_step(
         budget_bytes=budget_bytes,
         plan=plan,
         batches=batches,
-        workspace_bytes=planner.step.aside_bytes(context.sizes),
+        workspace_bytes=graph.aside_bytes(context.sizes),
         library_bytes=asked.device.library_bytes,
         memory_bytes=asked.device.memory_bytes,
         optimizer=", ".join(map(_name_of, asked.options.optimizers)) or None,
@@ -250,16 +254,19 @@ def _batches(
     """The sizes of ``dims`` that fit the budget's bytes; ``None``: none does."""
     assert asked.budget is not None and asked.budget.nbytes is not None
     try:
-        planner, context = planner_dry(model, sample, asked, copies, progress, dynamic=True)
+        graph, budget, context = graph_without_data(
+            model, sample, asked, copies, progress, dynamic=True
+        )
     except SizesError as error:
         raise SizesError(
             error.found,
             "dim= captures all sizes at once, which this model does not let it: leave it "
             "out, and estimate a sample of each size by itself",
         ) from None
-    planner.step.settle()  # it is captured for its other sizes
+    graph.release()  # it is captured for its other sizes
     batching = Batching(
-        planner,
+        graph,
+        budget,
         asked.budget.nbytes,
         context,
         torch_compat.wrapped_by(model),

@@ -15,12 +15,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
+from fxremat.compiler.entry import Backend, Entry, SeparateCapture
 from fxremat.costs.measure import device_of
 from fxremat.errors import CaptureError, CostError, FxrematError
 from fxremat.frontend.agreed import agreed_arguments
 from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.capture import PlannedOnly, RefusedError, StepCompiler
-from fxremat.frontend.entry import Backend, Entry, SeparateCapture
 from fxremat.frontend.losses import target_bytes
 from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
 from fxremat.frontend.raised import let_go, refused, shortened
@@ -36,6 +35,7 @@ from fxremat.frontend.untouched import (
 from fxremat.planner.context_bytes import model_bytes
 from fxremat.progress import CAPTURE, shown, silent
 from fxremat.runtime import cuda_graph
+from fxremat.training.training import PlannedOnly, RefusedError, Training
 
 
 class Runner:
@@ -47,7 +47,7 @@ class Runner:
 
     Args:
         original: the model; a ``DistributedDataParallel`` runs around what is captured.
-        compiler: plans its steps.
+        training: plans its steps.
         unused: outputs that get no gradient; ``needs`` has what else their loss takes.
         dynamic: see :class:`Entry`.
         whole: it must be one graph.
@@ -57,7 +57,7 @@ class Runner:
     def __init__(
         self,
         original: nn.Module,
-        compiler: StepCompiler,
+        training: Training,
         unused: Unused | None = None,
         *,
         dynamic: bool | None = None,
@@ -65,16 +65,16 @@ class Runner:
         regions: Sequence[nn.Module] = (),
     ) -> None:
         self.original = original
-        self.compiler = compiler
+        self.training = training
         self.needs: LossNeeds | None = None
         self._inner = inner = torch_compat.wrapped_by(original)
-        compiler.model = type(inner).__name__
+        training.model = type(inner).__name__
         self._forward = forward_of(inner, unused)
         self._dynamic = dynamic
         self._must_be_whole = whole
         self._whole = Entry(
             self._forward,
-            Backend(compiler),
+            Backend(training),
             dynamic=dynamic,
             whole=True,
             failures=self._failures,
@@ -90,13 +90,13 @@ class Runner:
             self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._run))
         self._regions = tuple(regions)
         if regions:
-            compiler.regions.notices.breaks = None  # they are asked for
+            training.regions.notices.breaks = None  # they are asked for
             self._capture_separately()
         self._device = device_of(original)
         # Dynamo keeps compiled code for longer than this lives.
-        weakref.finalize(self, compiler.close).atexit = False
-        compiler.loop.model, compiler.loop.device = weakref.ref(original), self._device
-        unwatch = compiler.loop.optimizers.watch(original, self._device)
+        weakref.finalize(self, training.close).atexit = False
+        training.loop.model, training.loop.device = weakref.ref(original), self._device
+        unwatch = training.loop.optimizers.watch(original, self._device)
         weakref.finalize(self, unwatch).atexit = False
 
     @staticmethod
@@ -156,7 +156,7 @@ class Runner:
             needs = _needs_of_loss(torch_compat.wrapped_by(model), call, asked, needs)
             if needs is not None and not detaches:
                 needs = replace(needs, unused=None)
-            compiler = StepCompiler.of(
+            training = Training.of(
                 asked,
                 model,
                 progress,
@@ -169,7 +169,7 @@ class Runner:
                 unused = replace(unused, dropped=asked.drop_unused)
             runner = Runner(
                 model,
-                compiler,
+                training,
                 unused,
                 dynamic=asked.dynamic,
                 whole=asked.fullgraph,
@@ -181,8 +181,8 @@ class Runner:
             except BaseException:
                 runner.release()  # it is in circles, and would hold the model
                 raise
-            compiler.progress = silent
-            compiler.kept = None  # it is of this shape
+            training.progress = silent
+            training.kept = None  # it is of this shape
         return runner
 
     def release(self) -> None:
@@ -198,7 +198,7 @@ class Runner:
         """
         if self._hooks is None or self._tried == list(map(len, self._hooks)):
             return False
-        loop = self.compiler.loop
+        loop = self.training.loop
         return loop.peers is None and not any(loop.in_flight)
 
     def _planned(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,23 +213,25 @@ class Runner:
 
     def _not_whole(self, failed: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model in pieces, as it could not be captured as one graph: nothing has run."""
-        compiler = self.compiler
+        training = self.training
         try:
             why = self._why_not_whole(failed, Sample(args, kwargs))
         finally:
             del failed  # this frame is its own
-        compiler.refuse_parts(str(why))
+        training.refuse_parts(str(why))
         self._hooks = hooks_of(self._inner)
         self._capture_separately()
-        if not compiler.dry:
-            compiler.regions.call(self._device, lambda: self._there_bytes(args, kwargs))
-        compiler.regions.captured = True  # what failed is in circles, with the batch
+        if not training.dry:
+            training.regions.call(
+                training.loop, self._device, lambda: self._there_bytes(args, kwargs)
+            )
+        training.regions.captured = True  # what failed is in circles, with the batch
         return self._in_pieces(*args, **kwargs)
 
     def _in_pieces(self, *args: Any, **kwargs: Any) -> Any:
-        if self.compiler.dry:
+        if self.training.dry:
             raise PlannedOnly
-        if self.compiler.no_symbols and self._dynamic is None:
+        if self.training.no_symbols and self._dynamic is None:
             self._dynamic = False
             self._capture_separately()
         assert self._pieces is not None
@@ -241,7 +243,7 @@ class Runner:
 
     def _failures(self) -> tuple[type[Exception], ...]:
         """What may come up when it cannot be captured whole: where nothing runs, anything."""
-        return (Exception,) if self.compiler.dry else torch_compat.capture_failures()
+        return (Exception,) if self.training.dry else torch_compat.capture_failures()
 
     def _why_not_whole(self, error: BaseException, call: Sample) -> CaptureError:
         """Why a call cannot be captured as one graph, where that is no reason to fail.
@@ -272,21 +274,21 @@ class Runner:
         """
         if before is None or self.needs is None or self.needs.unused is None:
             return False
-        return not before.compiler.regions.trained.keys() <= self.compiler.trained.keys()
+        return not before.training.regions.trained.keys() <= self.training.trained.keys()
 
     def is_whole_now(self, call: Sample) -> bool:
         """Whether a model in pieces can be one graph by now; see :attr:`may_be_whole`."""
         self._tried = list(map(len, self._hooks or ()))
         is_whole = _traced(self._forward, call, self._dynamic) is None
-        self.compiler.regions.captured |= not is_whole  # what failed is in circles, with the batch
+        self.training.regions.captured |= not is_whole  # what failed is in circles, with the batch
         return is_whole
 
     def _capture_separately(self) -> None:
         """Capture the model in pieces from now on."""
-        self.compiler.regions.several = True
+        self.training.regions.several = True
         self._separate = SeparateCapture(self._inner, self._regions)
-        dynamic, compiler = self._dynamic, self.compiler
-        self._pieces = Entry(self._forward, Backend(compiler), dynamic=dynamic, whole=False)
+        dynamic, training = self._dynamic, self.training
+        self._pieces = Entry(self._forward, Backend(training), dynamic=dynamic, whole=False)
         if self._run is self._whole:
             self._run = self._in_pieces
 
@@ -308,22 +310,22 @@ class Runner:
             BudgetError: this call needs more than the budget.
             CaptureError: new shapes or flags lead to code that cannot be captured.
         """
-        compiler, loop, regions = self.compiler, self.compiler.loop, self.compiler.regions
+        training, loop, regions = self.training, self.training.loop, self.training.regions
         call = loop.call
         before = call.resident, call.arguments
         call.resident = lambda: _resident(self.original, args, kwargs)
         call.arguments = lambda: places_of(args, kwargs)
         try:
-            if not compiler.dry:
+            if not training.dry:
                 if loop.outside.is_due():
                     given = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
                     loop.look_outside(given)
                 regions.called = True
                 if regions.several:
-                    regions.call(self._device, lambda: self._there_bytes(args, kwargs))
+                    regions.call(loop, self._device, lambda: self._there_bytes(args, kwargs))
             outputs = (captured or self._run)(*args, **kwargs)
             if regions.several:
-                regions.returned(outputs)
+                regions.returned(loop, outputs)
                 is_one = isinstance(outputs, torch.Tensor)
                 loop.in_flight.returned((outputs,) if is_one else tree_leaves(outputs))
             return outputs
@@ -346,7 +348,7 @@ class Runner:
 
     def _there_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """What is there when a call begins."""
-        loop = self.compiler.loop
+        loop = self.training.loop
         nbytes = model_bytes(_resident(self.original, args, kwargs), loop.caller, self._device)
         nbytes += loop.optimizers.more_bytes
         return nbytes + loop.slack_bytes(self._device) + loop.networks_bytes()
@@ -370,7 +372,7 @@ class Runner:
 
     def _plan_only(self, call: Sample, *, hooked: bool) -> None:
         """Let Dynamo capture the call as one graph and plan it, but run nothing of it."""
-        compiler = self.compiler
+        training = self.training
         whole: Callable[..., Any] = self._captured
         untouched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         if hooked and self._inner._forward_pre_hooks:  # they may give the forward other arguments
@@ -381,13 +383,13 @@ class Runner:
             with contextlib.suppress(PlannedOnly), untouched():
                 self.run(call.args, call.kwargs, captured=whole)
 
-        compiler.dry = True
+        training.dry = True
         try:
             if self._pieces is None:
                 run()
         finally:
-            compiler.dry = False
-        if not compiler.compiled and self._pieces is None:
+            training.dry = False
+        if not training.plans and self._pieces is None:
             raise CaptureError(
                 f"{type(self.original).__name__} computes nothing with a gradient from this "
                 "sample: there is no step to plan"
@@ -447,10 +449,10 @@ def _of_sharded(
     Calls of its modules gather them from other processes: none is made but the user's. What is
     gathered, or reduced, may go a moment later than in the steps that were watched.
     """
-    compiler = StepCompiler.of(asked, model, peers=peers)
-    compiler.refuse_parts("fully_shard has hooks around its modules")
-    compiler.regions.late_bytes = torch_compat.late_bytes(model)
-    runner = Runner(model, compiler, dynamic=asked.dynamic, regions=regions, whole=False)
+    training = Training.of(asked, model, peers=peers)
+    training.refuse_parts("fully_shard has hooks around its modules")
+    training.regions.late_bytes = torch_compat.late_bytes(model)
+    runner = Runner(model, training, dynamic=asked.dynamic, regions=regions, whole=False)
     if not asked.fullgraph:
         runner._capture_separately()
     return runner

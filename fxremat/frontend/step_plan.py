@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from fxremat.calls.plans import record_of
 from fxremat.errors import PlanError
-from fxremat.frontend.capture import StepCompiler
-from fxremat.frontend.known import Called, KnownStep
-from fxremat.frontend.notices import NOT_CAPTURED
-from fxremat.frontend.regions import Regions
+from fxremat.loop.loop import Loop
+from fxremat.regions.regions import Regions
+from fxremat.regions.step_profiles import Called, KnownStep
+from fxremat.regions.warnings import NOT_CAPTURED
 from fxremat.report.facts import RegionRow
 from fxremat.report.modules import block_of, common_module, named
 from fxremat.report.plan import Plan, StepPlan
+from fxremat.training.training import Training
 
 
-def latest_plan(compiler: StepCompiler, names: Callable[[], Mapping[int, str]]) -> Plan | StepPlan:
+def latest_plan(training: Training, names: Callable[[], Mapping[int, str]]) -> Plan | StepPlan:
     """The plan of the step that ran last, or was planned last where none has run.
 
     Args:
-        compiler: plans the steps.
+        training: of the model.
         names: of the model's parameters, by ``id``.
 
     Returns a ``StepPlan`` where steps run several graphs.
@@ -26,14 +28,12 @@ def latest_plan(compiler: StepCompiler, names: Callable[[], Mapping[int, str]]) 
     Raises:
         PlanError: none was planned, or the graphs followed no plans that were chosen together.
     """
-    if compiler.regions.several:
-        return step_plan(compiler.regions, names)
-    if compiler.latest is None:
-        raise PlanError("no step is planned yet: the first training call is")
-    return compiler.latest.plan
+    if training.regions.several:
+        return step_plan(training.loop, training.regions, names)
+    return training.latest_record()
 
 
-def step_plan(regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepPlan:
+def step_plan(loop: Loop, regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepPlan:
     """The plan of the step that ran last, if it followed plans that were chosen together.
 
     Args:
@@ -50,13 +50,13 @@ def step_plan(regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepP
     known, places = found
     owners, last = names(), len(ran) - 1
     rows = tuple(
-        _row(regions, known, place, call, owners, is_last=at == last)
+        _row(loop, known, place, call, owners, is_last=at == last)
         for at, (place, call) in enumerate(zip(places, ran, strict=True))
     )
     there_bytes = known.there_bytes + known.more_bytes
     peak_bytes = max(there_bytes + known.first_bytes, *_peaks(rows, there_bytes))
     plans = [row.plan for row in rows]
-    budget = regions.loop.budget.now
+    budget = loop.budget.now
     return StepPlan(
         budget=budget.written if isinstance(budget.written, (str, int)) else float(budget.written),
         budget_bytes=budget.nbytes or 0,
@@ -84,7 +84,7 @@ def _followed(ran: Sequence[Called]) -> tuple[KnownStep, list[int]] | None:
 
 
 def _row(
-    regions: Regions,
+    loop: Loop,
     known: KnownStep,
     place: int,
     ran: Called,
@@ -92,7 +92,7 @@ def _row(
     *,
     is_last: bool,
 ) -> RegionRow[Plan]:
-    plan: Plan = ran.compiled.plan
+    plan = record_of(loop, ran.graph, ran.compiled)
     memory = plan.memory
     held = memory.held_bytes()
     reads = [names[own].rpartition(".")[0] for own in ran.parameters if own in names]

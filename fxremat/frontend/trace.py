@@ -10,35 +10,35 @@ from typing import Any
 
 import torch
 
-from fxremat.frontend.capture import StepCompiler
-from fxremat.frontend.plan_cache import Compiled
+from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.ir import Copy, Event, Lane, Timeline
 from fxremat.report.trace import StepTrace
 from fxremat.runtime.watch import TransferRecord, record_transfers, timed_event
 from fxremat.torch_compat import BoxedCallable
+from fxremat.training.training import Training
 
 
 def trace_step(
     step: Callable[[], object],
     *,
-    compiler: StepCompiler,
+    training: Training,
     device: torch.device,
 ) -> StepTrace:
     """Run ``step`` and measure when each event of its plan happens.
 
     Args:
         step: one forward and one backward of the compiled module.
-        compiler: whose plan the step follows, be it a new one.
+        training: of the compiled module.
         device: of the step.
 
     Raises:
         ValueError: it ran the graphs more or less than once.
     """
     clock = _Clock(device)
-    with record_transfers() as copies, _calls_noted(compiler, clock):
+    with record_transfers() as copies, _calls_noted(training, clock):
         step()
-    assert compiler.latest is not None
-    predicted = compiler.latest.planned.plan.timeline
+    assert training.latest is not None
+    predicted = training.latest[1].record.timeline
     runs = clock.intervals()
     wanted = sum(not isinstance(e.op, Copy) for e in predicted.events)
     if len(runs) != wanted or len(copies) != len(predicted.events) - wanted:
@@ -98,9 +98,9 @@ class _Clock:
 
 
 @contextmanager
-def _calls_noted(compiler: StepCompiler, clock: _Clock) -> Iterator[None]:
+def _calls_noted(training: Training, clock: _Clock) -> Iterator[None]:
     """Mark begin and end of every call of a stage, in plans that are made meanwhile as well."""
-    noted: list[Compiled] = []
+    noted: list[CompiledPlan] = []
 
     def around(run: BoxedCallable) -> BoxedCallable:
         def call(args: list[Any]) -> Sequence[Any]:
@@ -111,16 +111,16 @@ def _calls_noted(compiler: StepCompiler, clock: _Clock) -> Iterator[None]:
 
         return call
 
-    def note(compiled: Compiled) -> None:
+    def note(compiled: CompiledPlan) -> None:
         noted.append(compiled)
         compiled.call_through(around)
 
     try:
-        for compiled in compiler.compiled:
+        for compiled in training.plans:
             note(compiled)
-        compiler.loop.on_new = note
+        training.loop.on_new = note
         yield
     finally:
-        compiler.loop.on_new = None
+        training.loop.on_new = None
         for compiled in noted:
             compiled.call_through(None)

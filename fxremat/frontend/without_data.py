@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxremat import torch_compat
+from fxremat.compiler.compiler import results_of
 from fxremat.errors import CaptureError, FxrematError, SampleError
-from fxremat.frontend.capture import results_of
 from fxremat.frontend.outputs import Unused, forward_of
 from fxremat.frontend.raised import refused
 from fxremat.frontend.sample import Sample, places_of

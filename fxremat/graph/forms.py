@@ -21,6 +21,7 @@ from fxremat.planner.crowded import crowded
 from fxremat.planner.search import DEFAULT_GENERATORS, Search
 from fxremat.planner.transfers import HostMemory
 
+
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """The options of the user that plans of a graph depend on.

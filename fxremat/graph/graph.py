@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -22,10 +22,11 @@ from fxremat.costs.scaled import ScaledCosts, with_workspaces
 from fxremat.costs.tuning import tune_kernels
 from fxremat.errors import ArgumentError, CaptureError, CostError, PlanError
 from fxremat.frontend.agreed import agreed_costs, agreed_speeds
-from fxremat.frontend.dimensions import Dimension, dimensions_of
 from fxremat.frontend.ranks import Peers
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.store import Store, key_of, origin_of_costs
+from fxremat.graph.calls import Calls
+from fxremat.graph.dimensions import Dimension, dimensions_of
 from fxremat.graph.feedback import Feedback
 from fxremat.graph.forms import NO_OPTIONS, FurtherForms, PlanOptions, large_in, room_bytes, way_of
 from fxremat.graph.signature import Signature
@@ -52,7 +53,14 @@ from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line, linearize
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import StepContext
-from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of, settled
+from fxremat.planner.context_bytes import (
+    Caller,
+    ContextBytes,
+    context_bytes_of,
+    made_outputs,
+    own_gradients,
+    settled,
+)
 from fxremat.progress import LOG, Progress, silent
 from fxremat.report.memory import Kind
 from fxremat.runtime.expected import Expected
@@ -96,6 +104,7 @@ class Graph:
             without parameters and inputs.
         further: forms that were not searched yet.
         feedback: what its steps have shown.
+        calls: its plans, and what its calls leave for the next ones.
         link: the link to host memory, once it is measured.
         sent: by sizes and variant, what travels in plans of other contexts.
         modules: emitted blocks, shared by all plans.
@@ -169,6 +178,9 @@ class Graph:
         self.options = options
         self.further = FurtherForms(Spending(options.effort))
         self.feedback = Feedback()
+        on_cuda = self.device.type == "cuda"
+        counts = torch_compat.counted_bytes(self.device) is not None
+        self.calls = Calls(on_cuda=on_cuda, counts=counts)
         self.link: MeasuredLink | None = None
         self.sent: dict[Values, tuple[tuple[Candidate, ...], ...]] = {}
         self.modules = BlockModules()
@@ -194,6 +206,16 @@ class Graph:
         placeholders = self._module.graph.find_nodes(op="placeholder")
         devices = {t.device for node in placeholders for t in tensors_of(node)}
         return max(devices, key=lambda device: device.type != "cpu")
+
+    @functools.cached_property
+    def own_gradients(self) -> frozenset[int]:
+        """Primals whose gradient is made by the backward, in a storage of its own."""
+        return own_gradients(self.joint)
+
+    @functools.cached_property
+    def made_outputs(self) -> tuple[int, ...]:
+        """Places of the forward's results that are storages made for its caller."""
+        return made_outputs(self.joint)
 
     @functools.cached_property
     def has_collectives(self) -> bool:

@@ -11,11 +11,11 @@ import torch
 from fxremat import torch_compat
 from fxremat.costs.bandwidth import know_link, link_key, measure_link
 from fxremat.errors import CostError
-from fxremat.frontend.shortfall import warn
 from fxremat.frontend.store import key_of
 from fxremat.graph.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool, least_of
+from fxremat.graph.shortfall import warn
 from fxremat.graph.variant import Variant
 from fxremat.ir import TRACED, Form, MeasuredLink
 from fxremat.passes.joint.sizes import Values
@@ -70,7 +70,7 @@ def pools(
 
     def evaluated() -> list[Pool]:
         held = graph.held(context)
-        resized = _variants_at(graph, context.sizes, run=run, bits=bits)
+        resized = variants_at(graph, context.sizes, run=run, bits=bits)
         return [
             own.pool.at(variant.measured, held, budget_bytes=budget_bytes)
             for own, variant in zip(graph.variants, resized, strict=True)
@@ -263,7 +263,9 @@ def _searched(graph: Graph, variant: Variant, before: Pool | None, context: Step
     return Pool(search, transfers, variant.form)
 
 
-def _variants_at(graph: Graph, sizes: Values, *, run: bool, bits: bool) -> list[Variant]:
+def variants_at(
+    graph: Graph, sizes: Values, *, run: bool = True, bits: bool = True
+) -> list[Variant]:
     """Return the variants at a call's sizes.
 
     In a running job workspaces are estimated where they cannot be measured.

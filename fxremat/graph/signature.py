@@ -33,6 +33,11 @@ class Signature:
     passed: dict[int, int]
     storages: tuple[tuple[int, Any], ...]
 
+    @property
+    def primal_count(self) -> int:
+        """How many primals the graph has."""
+        return len(self.gradients) + len(self.without_gradient)
+
     @staticmethod
     def of(
         joint: fx.GraphModule, placeholders: Sequence[fx.Node], *, output_count: int

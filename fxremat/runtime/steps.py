@@ -50,8 +50,9 @@ class Step:
     """A forward that runs, and what it leaves for its backward.
 
     Args:
-        plan: whose graphs run.
-        backward: the one of them that is to come.
+        plan: that it follows.
+        backward: its emitted backward.
+        owners: what runs its backward works for: the loop, the regions and the graph.
         context: in which the forward runs.
         leaves: by primal, whose gradients it computes.
         passed: what the backward returns as it is, by place among the gradients.
@@ -60,7 +61,7 @@ class Step:
         kept: outputs of earlier steps that somebody holds when the forward begins.
 
     Attributes:
-        plan, backward, context, leaves, passed, count, missing, kept: as given.
+        plan, backward, owners, context, leaves, passed, count, missing, kept: as given.
         elsewhere: hooks may put another tensor in the place of its token.
         part: what it is a part of, where a step runs several graphs, and its place there.
         number: larger for later ones; -1 until the forward has ended.
@@ -70,7 +71,8 @@ class Step:
 
     __slots__ = (
         "__weakref__", "_saved", "_versions", "backward", "context", "count", "elsewhere",
-        "held_bytes", "kept", "leaves", "missing", "number", "outputs", "part", "passed", "plan",
+        "held_bytes", "kept", "leaves", "missing", "number", "outputs", "owners", "part", "passed",
+        "plan",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +80,7 @@ class Step:
         plan: Any,
         backward: Callable[[list[Any]], object],
         *,
+        owners: Any = None,
         context: Any,
         leaves: Sequence[Any],
         passed: Mapping[int, object] = MappingProxyType({}),
@@ -86,6 +89,7 @@ class Step:
         kept: Sequence[torch_compat.StorageAlive] = (),
     ) -> None:
         self.plan = plan
+        self.owners = owners
         self.count = count
         self.missing = missing
         self.kept = kept
@@ -137,6 +141,11 @@ class Step:
     def waits(self) -> bool:
         """Whether its backward has not run, or may run again."""
         return self._saved is not None
+
+    @property
+    def graph(self) -> Any:
+        """The captured graph whose step it is."""
+        return self.owners[-1]
 
     @staticmethod
     def of(token: Tensor) -> Step:

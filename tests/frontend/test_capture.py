@@ -164,7 +164,7 @@ def test_what_a_first_call_alone_does_leaves_the_others_whole():
             call.zero_grad()
             call(X).square().sum().backward()
         assert all(map(torch.equal, *([p.grad for p in m.parameters()] for m in (model, wanted))))
-        assert compiled._compiler.regions.several == (step == 0)
+        assert compiled._training.regions.several == (step == 0)
     assert isinstance(compiled.plan, fxremat.Plan)
     assert len(compiled.plans) == 1
 
@@ -219,7 +219,7 @@ def test_what_cannot_be_planned_whole_stays_in_pieces(monkeypatch: pytest.Monkey
     monkeypatch.setattr("fxremat.frontend.compiled._started", refuse)
     for _ in range(3):
         compiled(X).sum().backward()
-        assert compiled._compiler.regions.several
+        assert compiled._training.regions.several
 
 
 class Annealed(Plain):
@@ -256,7 +256,7 @@ def test_a_float_that_changes_is_captured_once_more_and_never_again(
             loss.backward()
             found.append([loss.detach(), *(p.grad for p in model.parameters())])
         assert all(map(torch.equal, *found))
-        counts.append(len(compiled._compiler.plan_caches))
+        counts.append(len(compiled._training.graphs))
     assert counts[1] == counts[-1] <= 2 * counts[0]
 
 
@@ -290,7 +290,7 @@ def test_models_that_log_or_install_hooks_are_captured_whole(name: str):
         outputs = compiled(*args, **kwargs)
         entry.loss(outputs).backward()
     assert type(outputs).__name__.endswith("Output") or hasattr(outputs, "loss")
-    assert len(compiled._compiler.plan_caches) == 1
+    assert len(compiled._training.graphs) == 1
     assert isinstance(compiled.plan, fxremat.Plan)
 
 
@@ -343,7 +343,6 @@ def test_plans_for_other_shapes_share_the_host_limit():
         for batch in batches:
             model.zero_grad()
             call(batch).sum().backward()
-            planned = [compiled.planned for compiled in call._compiler.compiled]
-            arenas = [p.graphs.arena for p in planned if p.graphs.arena is not None]
-            assert call._compiler.asked.host.limit.allocated_bytes <= needed
+            arenas = [plan.arena for plan in call._training.plans if plan.arena is not None]
+            assert call._training.options.host.limit.allocated_bytes <= needed
     assert len(arenas) >= 3

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.frontend.comparison import MOST_MEASURED, Comparison
+from fxremat.loop.comparison import MOST_MEASURED, Comparison
 
 ROWS, WIDTH = 64, 32
 

@@ -652,7 +652,7 @@ def test_few_frames_lie_between_a_call_and_emitted_code(pair):
 
         return stage
 
-    forward = call._compiler.latest.planned.graphs.forward
+    forward = call._training.latest[1].forward
     forward.call_through(counted)
     call(X)
     assert counts

@@ -62,7 +62,7 @@ def test_the_same_code_and_the_same_bits(
 
 def test_norms_undone_are_so_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "fxremat.frontend.pipeline.fastest",
+        "fxremat.planning.choose.fastest",
         lambda ways, budget_bytes: (ways[-1], ways[-1].fastest_within(budget_bytes)),
     )
     options: dict[str, Any] = {"loss": loss_of, "exact": False, "split": False}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxremat.frontend.entry import SeparateCapture
+from fxremat.compiler.entry import SeparateCapture
 
 
 def test_forwards_are_others_inside_and_their_own_again_after() -> None:

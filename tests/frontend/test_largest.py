@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fxremat.frontend.largest import largest_fitting
+from fxremat.planning.largest_size import largest_fitting
 
 
 class Asked:

@@ -13,8 +13,8 @@ from torch.optim.optimizer import (
 )
 
 import fxremat
-from fxremat.frontend import optimizer_state
-from fxremat.frontend.optimizer_state import counted_state, optimizer_bytes
+from fxremat.loop import optimizer_state
+from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
 
 MODEL = nn.Linear(100, 50)
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxremat
 from fxremat import torch_compat
 from fxremat.errors import BudgetWarning
-from fxremat.frontend.optimizers import MOST_WATCHED, Optimizers
+from fxremat.loop.optimizers import MOST_WATCHED, Optimizers
 from tests.models.zoo import seeded
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fxremat.errors import BudgetWarning
-from fxremat.frontend import outside
 from fxremat.frontend.budget import Budget, TrainingBudget
-from fxremat.frontend.outside import Outside
+from fxremat.loop import outside
+from fxremat.loop.outside import Outside
 from fxremat.runtime.profile import WATCH_EVERY
 from fxremat.torch_compat import storage_key
 

@@ -9,14 +9,16 @@ import pytest
 
 from fxremat.errors import BudgetError
 from fxremat.frontend.budget import Budget, TrainingBudget
-from fxremat.frontend.captured import CapturedStep
-from fxremat.frontend.emission import Planned
-from fxremat.frontend.pipeline import Planner
+from fxremat.graph.compiled_plan import CompiledPlan
+from fxremat.graph.forms import PlanOptions
+from fxremat.graph.graph import Graph
+from fxremat.graph.pools import least_bytes, rough_least_bytes
 from fxremat.ir import Backward, Forward, Keep
 from fxremat.ir.schedule import decoded
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller
+from fxremat.planning.planner import first_plan
 from fxremat.progress import Progress, silent
 from fxremat.units import Counted
 from tests.harness import captured, search_of, searched
@@ -34,18 +36,17 @@ def planned(
     *,
     progress: Progress = silent,
     allocator: AllocatorSettings | None = None,
-) -> Planned:
+) -> CompiledPlan:
     step = captured(name)
-    traced = CapturedStep(
+    graph = Graph(
         step.traced,
         forward_output_count=step.output_count,
         inputs=step.real,
         caller=caller,
         progress=progress,
+        options=PlanOptions(allocator=allocator),
     )
-    return Planner(traced, TrainingBudget(Budget.read(budget)), allocator=allocator).first(
-        StepContext()
-    )
+    return first_plan(graph, StepContext(), TrainingBudget(Budget.read(budget)))
 
 
 @by_model
@@ -80,7 +81,7 @@ def test_nothing_is_recomputed_in_the_baseline(name: str):
 @by_model
 def test_the_plan_tells_what_was_chosen(name: str):
     result = planned(name, "min")
-    plan = result.plan
+    plan = result.record
     assert plan.budget_bytes == plan.least_budget_bytes == plan.predicted_peak_bytes
     assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
     assert plan.predicted_s >= plan.baseline_s > 0
@@ -95,12 +96,12 @@ def test_the_plan_tells_what_was_chosen(name: str):
     for begin, end in parts:  # each branch, and the trunk; a line is all trunk
         own = [stage for stage in backwards if begin <= stage < end]
         assert own == sorted(own, reverse=True)
-    assert plan.forward_code == result.graphs.forward.code
-    assert plan.backward_code == result.graphs.backward.code
+    assert plan.forward_code == result.forward.code
+    assert plan.backward_code == result.backward.code
 
 
 def test_a_budget_too_small_names_the_least_and_what_needs_it():
-    least = planned("gpt", "min").plan.least_budget_bytes
+    least = planned("gpt", "min").record.least_budget_bytes
     with pytest.raises(BudgetError, match=rf"least feasible budget is {least} bytes.*needed by "):
         planned("gpt", least - 1)
 
@@ -144,12 +145,12 @@ def test_what_an_allocator_hands_out_keeps_to_the_budget(name: str, rules: str, 
         "caller": Caller(budget_on=counted),
         "allocator": ALLOCATORS[rules],
     }
-    least = planned(name, "min", **rules_of).plan
-    full = planned(name, 1.0, **rules_of).plan
+    least = planned(name, "min", **rules_of).record
+    full = planned(name, 1.0, **rules_of).record
     assert least.counted_bytes == least.least_budget_bytes == least.budget_bytes
     assert full.counted_bytes == full.baseline_peak_bytes
     middle = (least.budget_bytes + full.budget_bytes) // 2
-    plans = [least, planned(name, middle, **rules_of).plan, full]
+    plans = [least, planned(name, middle, **rules_of).record, full]
     for plan in plans:
         assert plan.predicted_held_bytes <= plan.predicted_peak_bytes
         assert plan.predicted_peak_bytes <= plan.predicted_reserved_bytes
@@ -167,7 +168,7 @@ def test_what_an_allocator_hands_out_keeps_to_the_budget(name: str, rules: str, 
 
 def test_without_an_allocator_of_its_own_a_device_hands_out_what_is_asked_for():
     for counted in ("allocated", "reserved"):
-        plan = planned("gpt", "min", Caller(budget_on=counted)).plan
+        plan = planned("gpt", "min", Caller(budget_on=counted)).record
         assert plan.predicted_peak_bytes == plan.predicted_held_bytes
         assert plan.predicted_reserved_bytes == plan.predicted_peak_bytes
         assert plan.budget_on == counted
@@ -193,15 +194,15 @@ def test_a_larger_budget_never_gets_a_slower_schedule_where_peaks_are_replayed(n
 def test_what_is_known_is_not_forgotten_where_others_are_looked_for():
     """A search at one size may find nothing as low as what is known from another."""
     step = symbolic("gpt", (3, 24))
-    traced = CapturedStep(
+    graph = Graph(
         step.traced,
         forward_output_count=step.output_count,
         inputs={},
         caller=NOBODY,
         progress=silent,
+        options=PlanOptions(generators=("rotor",)),
     )
-    planner = Planner(traced, TrainingBudget(Budget.read(1.0)), generators=("rotor",))
     for sizes in ((2, 64), (5, 17), (7, 48), (12, 64)):
         context = StepContext(at_size("gpt", (3, 24), sizes).values)
-        roughly = planner.roughly(context)
-        assert planner.least_bytes(context, 0) <= roughly
+        roughly = rough_least_bytes(graph, context)
+        assert least_bytes(graph, context, 0) <= roughly

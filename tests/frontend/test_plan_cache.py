@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.errors import BudgetError, BudgetWarning
-from fxremat.frontend import plan_cache
 from fxremat.frontend.compiled import CompiledModule
+from fxremat.graph import calls
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.planner.bound import Relaxation
 from fxremat.planner.context import StepContext
@@ -319,7 +319,7 @@ def test_what_was_met_before_is_not_planned_again(
 
 def test_there_are_only_so_many_plans(monkeypatch: pytest.MonkeyPatch):
     """Those that are used stay; which was used longest ago goes."""
-    monkeypatch.setattr(plan_cache, "MOST_PLANS", 4)
+    monkeypatch.setattr(calls, "MOST_PLANS", 4)
     call = tight()
     cleared(call)
     alone = call.plan
@@ -557,7 +557,7 @@ def test_ten_thousand_steps_leave_nothing_behind():
     del outputs
     held.clear()
     gc.collect()
-    assert not any(call._compiler.loop.in_flight)
+    assert not any(call._training.loop.in_flight)
 
 
 def test_what_is_found_is_explained():
@@ -576,7 +576,7 @@ def test_a_plan_from_before_a_correction_gives_up_its_host_memory():
     for _ in range(4):
         call(x).sum().backward()
         call.zero_grad()
-    plans, limit = call.plans, call._compiler.asked.host.limit
+    plans, limit = call.plans, call._training.options.host.limit
     assert sum(plan.host_bytes > 0 for plan in plans) > 1, "it was not planned again"
     assert limit.allocated_bytes == plans[-1].host_bytes
 
@@ -615,7 +615,7 @@ def test_plans_of_many_sizes_share_host_memory():
     own = nn.Sequential(*layers)
     plain = copy.deepcopy(own)
     call = fxremat.compile(own, torch.randn(64, 16), "min", offload="only", split=False)
-    limit, rows = call._compiler.asked.host.limit, [40, 88, 48, 80, 56, 72, 64]
+    limit, rows = call._training.options.host.limit, [40, 88, 48, 80, 56, 72, 64]
 
     def gradients(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
         model.zero_grad(set_to_none=True)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fxremat
+from fxremat.graph.pools import pools
 from fxremat.ir import Backward, Copy
 from fxremat.report.memory import Kind
 from fxremat.report.plan import Plan
@@ -99,12 +100,12 @@ def test_an_error_tells_what_the_least_needs_where_gradients_are_cleared_late():
         loss = call(torch.randn(32, 64)).sum()
         model.zero_grad()
         loss.backward()
-    (plan_cache,) = call._compiler.plan_caches
-    cleared = [context for context in plan_cache.plans if context.cleared]
+    (graph,) = call._training.graphs
+    cleared = [context for context in graph.calls.plans if context.cleared]
     assert cleared
     for context in cleared:
-        (schedules,) = plan_cache.planner.within(context, None)
-        assert "module" in schedules.describe_least() or "backward" in schedules.describe_least()
+        (pool,) = pools(graph, context, None)
+        assert "module" in pool.describe_least() or "backward" in pool.describe_least()
 
 
 def test_a_record_at_another_size_is_that_of_its_plan():

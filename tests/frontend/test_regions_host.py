@@ -68,7 +68,7 @@ def compiled_as(
     if way == "regions":
         options["regions"] = REGIONS
     call = fxremat.compile(model, x, budget, **options)
-    return model, x, call, call._compiler.asked.host.limit
+    return model, x, call, call._training.options.host.limit
 
 
 def learned(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -108,7 +108,7 @@ def test_the_same_bits_within_half_of_what_it_takes(way: str, offload: str) -> N
     assert limit.lent_bytes == 0
     if offload == "only":
         assert limit.allocated_bytes > 0
-        recomputes = (c.planned.graphs.recomputes for c in call._compiler.compiled)
+        recomputes = (c.recomputes for c in call._training.plans)
         assert not any(recomputes)
 
 

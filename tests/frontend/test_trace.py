@@ -103,5 +103,5 @@ def test_two_steps_are_refused():
 def test_nothing_stays_behind():
     call, step = step_of("gpt")
     call.trace_step(step)
-    blocks = [b for g in call._compiler.latest.planned.graphs.both for b in g.body.stages.values()]
+    blocks = [b for g in call._training.latest[1].both for b in g.body.stages.values()]
     assert not any(b._forward_hooks or b._forward_pre_hooks for b in blocks)

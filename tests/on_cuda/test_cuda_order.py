@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxremat.frontend.plan_cache import RESOLVED
+from fxremat.calls.plans import RESOLVED
 from fxremat.runtime.memory import Block
 from fxremat.runtime.streams import Lane, PinnedBlock, StreamLease, Traffic
 from tests.cuda import CUDA, ENTRIES, Mode, Share, compiled, copies, forget, needs_cuda

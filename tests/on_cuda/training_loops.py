@@ -100,7 +100,7 @@ def interrupted(training: Training) -> None:
 
 def without_host_memory(training: Training) -> None:
     """Host memory goes as soon as no step uses it, whatever the device is at."""
-    host = training.trained.call._compiler.loop.host
+    host = training.trained.call._training.loop.host
     for end in (training.loss, training.step):
         end()
         host.drop_idle()

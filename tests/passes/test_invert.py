@@ -99,7 +99,7 @@ def middling(**options: bool) -> tuple[nn.Module, fxremat.CompiledModule]:
 
 def test_gradients_are_up_to_rounding_within_the_budget(exact: list[Tensor], monkeypatch):
     # As if convolutions were so dear that rebuilding from results always pays.
-    monkeypatch.setattr("fxremat.frontend.pipeline.fastest", _always_rebuilt)
+    monkeypatch.setattr("fxremat.planning.choose.fastest", _always_rebuilt)
     model, call = middling(exact=False, split=False)  # rebuilding is looked at last then
     assert not call.plan.form.exact
     assert "up to rounding" in call.plan.explain()
@@ -116,7 +116,7 @@ def _always_rebuilt(ways, budget_bytes):
 
 
 def test_statistics_and_outputs_keep_their_bits(monkeypatch):
-    monkeypatch.setattr("fxremat.frontend.pipeline.fastest", _always_rebuilt)
+    monkeypatch.setattr("fxremat.planning.choose.fastest", _always_rebuilt)
     model, call = middling(exact=False, split=False)
     assert not call.plan.form.exact
     eager = network()

@@ -14,7 +14,7 @@ import torch
 import fxremat
 from fxremat.costs import cache
 from fxremat.costs.cost import Measured
-from fxremat.frontend import captured
+from fxremat.graph import graph as graphs
 from fxremat.ir import StageSeconds
 from fxremat.passes.stages.linearize import Line
 from tests.models import ZOO
@@ -29,7 +29,7 @@ def made_up_costs(
     """Seconds of stages and operations that have little to do with the real ones."""
     draw = random.Random(request.param)
     known: dict[float, float] = {}
-    measure_line = captured.measure_line
+    measure_line = graphs.measure_line
 
     def made_up(seconds: float) -> float:
         """The same for what is measured once, as that takes equal seconds."""
@@ -47,7 +47,7 @@ def made_up_costs(
         )
         return Measured.of(line, costs)
 
-    monkeypatch.setattr(captured, "measure_line", measure)
+    monkeypatch.setattr(graphs, "measure_line", measure)
     monkeypatch.setattr(cache, "COSTS", defaultdict(cache.CostCache))
     yield
     torch._dynamo.reset()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat import torch_compat
 from fxremat.errors import BudgetWarning
-from fxremat.frontend.shortfall import TOLERATED_BYTES, excess_bytes
+from fxremat.graph.shortfall import TOLERATED_BYTES, excess_bytes
 
 
 def test_a_warning_names_the_line_that_calls():

@@ -7,17 +7,22 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from fxremat.errors import BudgetError
 from fxremat.frontend.budget import TrainingBudget
-from fxremat.frontend.captured import CapturedStep
-from fxremat.frontend.dimensions import (
+from fxremat.graph.dimensions import (
     MOST_SIZE,
     Dimension,
     groups_of,
     resized,
     taken_sizes,
+)
+from fxremat.graph.graph import Graph
+from fxremat.graph.pools import (
+    all_pools,
+    least_bytes,
+    least_bytes_from_scratch,
+    rough_least_bytes,
 )
 from fxremat.planner.context import StepContext
 
@@ -31,29 +36,8 @@ NEAR = 16
 """Where the model refuses the largest size that fits, so many below it are asked for first."""
 
 
-class Sized(Protocol):
-    """What tells of one step how many bytes its calls take: its planner."""
-
-    step: CapturedStep
-    budget: TrainingBudget
-
-    def look_at_all(self, context: StepContext) -> object:
-        """Let schedules be known, of all forms of the step."""
-
-    def roughly(self, context: StepContext) -> int:
-        """The least budget of a call, by schedules that are known; nothing is run for it."""
-
-    def least_bytes(
-        self, context: StepContext, budget_bytes: int | None, *, bits: bool = True
-    ) -> int:
-        """The least budget of a call, by schedules that are known where these fit."""
-
-    def alone_bytes(self, context: StepContext, budget_bytes: int, *, bits: bool = True) -> int:
-        """The least budget of a call, with nothing known beforehand."""
-
-
 def largest_size(
-    planner: Sized,
+    graph: Graph,
     context: StepContext,
     group: Sequence[Dimension],
     budget_bytes: int,
@@ -70,7 +54,7 @@ def largest_size(
     nothing known, and whether parts keep their bits there.
 
     Args:
-        planner: of the step.
+        graph: the captured graph.
         context: what a call finds.
         group: the dimensions.
         budget_bytes: what must not be exceeded.
@@ -81,14 +65,13 @@ def largest_size(
 
     Returns ``None`` where not even the smallest fits.
     """
-    step = planner.step
-    planner.look_at_all(replace(context, sizes=step.sizes.hints))
-    asked: list[Callable[[StepContext, int], int]] = [partial(planner.least_bytes, bits=False)]
+    all_pools(graph, replace(context, sizes=graph.sizes.hints))
+    asked: list[Callable[[StepContext, int], int]] = [partial(least_bytes, graph, bits=False)]
     if alone:
-        asked.append(partial(planner.alone_bytes, bits=False))
-    if any(own.form.keeps_bits for own in step.variants):
-        asked.append(planner.alone_bytes if alone else planner.least_bytes)
-    taken = taken_sizes(step.sizes, context.sizes, group)
+        asked.append(partial(least_bytes_from_scratch, graph, bits=False))
+    if any(own.form.keeps_bits for own in graph.variants):
+        asked.append(partial(least_bytes_from_scratch if alone else least_bytes, graph))
+    taken = taken_sizes(graph.sizes, context.sizes, group)
     if taken is None:
         return None
 
@@ -106,7 +89,7 @@ def largest_size(
     for ask in asked:
         while count and count != fitting:
             fitting = largest_fitting(
-                lambda count: planner.roughly(at(count)),
+                lambda count: rough_least_bytes(graph, at(count)),
                 partial(least_at, ask),
                 first=max(1, own),
                 budget_bytes=budget_bytes,
@@ -134,28 +117,30 @@ def _largest_taken(takes: Callable[[int], bool], most: int, *, own: int) -> int:
 
 
 def advised(
-    planner: Sized,
+    graph: Graph,
     error: BudgetError,
     context: StepContext,
+    budget: TrainingBudget,
     *,
     at: Callable[[StepContext], StepContext] = lambda context: context,
 ) -> BudgetError:
     """``error``, that a call does not fit, with the largest sizes that do.
 
     Args:
-        planner: of the step.
+        graph: the captured graph.
         error: that was raised.
         context: of the call.
+        budget: of the model.
         at: makes of a context at other sizes the one that is to fit.
     """
-    budget_bytes, sizes = planner.budget.nbytes, planner.step.sizes
+    budget_bytes, sizes = budget.nbytes, graph.sizes
     if error.least_budget_bytes is None or budget_bytes is None:
         return error
     found: dict[str, int] = {}
     told = []
-    for group in groups_of(planner.step.dimensions, sizes.hints, context.sizes):
+    for group in groups_of(graph.dimensions, sizes.hints, context.sizes):
         most = min(sizes.most[d.symbol] or MOST_SIZE for d in group)
-        size = largest_size(planner, context, group, budget_bytes, most=most, at_sizes=at)
+        size = largest_size(graph, context, group, budget_bytes, most=most, at_sizes=at)
         if size is not None:
             found |= {d.name: size for d in group}
             told.append(f"{size} for {' = '.join(d.name for d in group)}")

@@ -14,8 +14,8 @@ import gc
 import threading
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -24,22 +24,24 @@ from torch.utils._pytree import tree_leaves
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, CostError
 from fxremat.frontend.agreed import AGREED, Chosen
-from fxremat.frontend.choices import (
+from fxremat.frontend.ranks import Peers
+from fxremat.graph.graph import Graph
+from fxremat.graph.pools import grow, least_bytes
+from fxremat.graph.shortfall import user_line, warn_counted
+from fxremat.loop.loop import Loop
+from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
+from fxremat.planner.context_bytes import SCALARS
+from fxremat.planning.choose import must_fit
+from fxremat.regions.call_trace import Walk, between, seen_profiles
+from fxremat.regions.joint_choice import (
     alone,
     choices_of,
     chosen_for,
     leaving_least,
     leaving_little,
 )
-from fxremat.frontend.corrections import warn_counted
-from fxremat.frontend.known import Called, Key, KnownStep, KnownSteps
-from fxremat.frontend.loop import Loop
-from fxremat.frontend.notices import Notices
-from fxremat.frontend.pipeline import Planner
-from fxremat.frontend.shortfall import user_line
-from fxremat.frontend.walk import Walk, between, seen_profiles
-from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
-from fxremat.planner.context_bytes import SCALARS
+from fxremat.regions.step_profiles import Called, Key, KnownStep, KnownSteps
+from fxremat.regions.warnings import Notices
 from fxremat.runtime.counted import Count
 from fxremat.runtime.profile import WATCH_EVERY, MemoryProfile
 from fxremat.runtime.steps import SCALAR_BYTES, Step
@@ -67,7 +69,7 @@ class Regions:
     """The regions of one model, the steps that run them, and the plans chosen for these.
 
     Attributes:
-        loop: around the model.
+        peers: processes that train the same model.
         notices: to the user of the model.
         several: steps are known to run several graphs.
         called: calls of the model are told.
@@ -83,7 +85,7 @@ class Regions:
         latest: calls of the step that has followed plans chosen together last.
     """
 
-    loop: Loop
+    peers: InitVar[Peers | None] = None
     notices: Notices = field(default_factory=Notices)
     several: bool = False
     called: bool = False
@@ -101,15 +103,15 @@ class Regions:
     _planned_bytes: int = 0  # the least "min" that plans, once made, were seen to need
     _before: Walk | None = None
     _choices: dict[tuple[Key, bool], tuple[Choice, ...]] = field(default_factory=dict)
-    _unknown: weakref.WeakKeyDictionary[Planner, Contexts] = field(
+    _unknown: weakref.WeakKeyDictionary[Graph, Contexts] = field(
         default_factory=weakref.WeakKeyDictionary
     )
     _now: threading.local = field(default_factory=threading.local)
 
-    def __post_init__(self) -> None:
-        self.known = KnownSteps(self.loop.peers)
+    def __post_init__(self, peers: Peers | None) -> None:
+        self.known = KnownSteps(peers)
 
-    def call(self, device: torch.device, there_bytes: Callable[[], int]) -> None:
+    def call(self, loop: Loop, device: torch.device, there_bytes: Callable[[], int]) -> None:
         """A call of the model begins, or goes on with a step whose backward has not begun.
 
         Args:
@@ -123,15 +125,15 @@ class Regions:
         self._drop_failed()
         walk = self._going_on()
         if self.several and (walk is None or not walk.calls):
-            walk = self._next()
-            if self.entered or self._is_to_be_watched:  # else none would ask
+            walk = self._next(loop)
+            if self.entered or self._is_to_be_watched(loop):  # else none would ask
                 walk.base_bytes, walk.line = there_bytes(), user_line()
-                walk.kept_bytes = self.loop.in_flight.now()[1]
-                self._begin_watch(walk, device)
+                walk.kept_bytes = loop.in_flight.now()[1]
+                self._begin_watch(loop, walk, device)
         if walk is not None:
             walk.open = True
 
-    def returned(self, outputs: object) -> None:
+    def returned(self, loop: Loop, outputs: object) -> None:
         """A call of the model has ended."""
         walk: Walk | None = getattr(self._now, "walk", None)
         if walk is None:
@@ -139,21 +141,21 @@ class Regions:
         walk.open, walk.last = False, None
         if walk.calls and not walk.unknown:
             self.latest = walk.ran
-        if not walk.watched or not self.loop.watcher.is_on:
+        if not walk.watched or not loop.watcher.is_on:
             return
         tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-        walk.returned_bytes = sum(torch_compat.storages_on(self.loop.device, tensors).values())
-        graph = _Graph()
-        if torch_compat.before_each_backward(outputs, lambda: self._goes_back(graph, walk)):
-            self.loop.watcher.close(graph)
+        walk.returned_bytes = sum(torch_compat.storages_on(loop.device, tensors).values())
+        hung = _Hung()
+        if torch_compat.before_each_backward(outputs, lambda: self._goes_back(loop, hung, walk)):
+            loop.watcher.close(hung)
         else:
             walk.unended = True
 
-    def _goes_back(self, _graph: object, walk: Walk) -> None:
+    def _goes_back(self, loop: Loop, _hung: object, walk: Walk) -> None:
         """A backward begins where a call of the model has ended, in whatever thread."""
-        if self.loop.watcher.is_on and not torch_compat.is_profiled():
+        if loop.watcher.is_on and not torch_compat.is_profiled():
             walk.unseen = "it runs in another thread than the forward"
-        torch_compat.after_backward(self.loop.watcher.done)
+        torch_compat.after_backward(loop.watcher.done)
 
     def raised(self) -> None:
         """A graph has raised, or could not be planned: where calls of the model are not reported,
@@ -170,7 +172,8 @@ class Regions:
 
     def enter(
         self,
-        planner: Planner,
+        loop: Loop,
+        graph: Graph,
         context: StepContext,
         values: Sequence[object],
         ended_by: str = "",
@@ -178,7 +181,7 @@ class Regions:
         """A call of a region begins.
 
         Args:
-            planner: of its graph.
+            graph: that is called.
             context: what it finds.
             values: with which.
             ended_by: the user's line after which the step leaves the graph, and why.
@@ -192,39 +195,40 @@ class Regions:
         self.entered = True
         self._now.inner = torch_compat.current_backward() >= 0
         if self._now.inner:  # its step is over before the backward goes on, which was watched so
-            return self.context_unknown(planner, context), False
+            return self.unplanned_context(loop, graph, context), False
         if not self.called:
             read = (p for p in values if isinstance(p, torch.nn.Parameter))
             self.parameters.update({id(p): weakref.ref(p) for p in read})
-        walk, called = self._going_on() or self._next(), Called(planner, context, ended_by)
-        self._late_bytes = max(self._late_bytes, planner.step.late_bytes)
+        walk, called = self._going_on() or self._next(loop), Called(graph, context, ended_by)
+        self._late_bytes = max(self._late_bytes, graph.late_bytes)
         if walk.base_bytes is None:  # nobody tells of calls of the model
-            given_bytes = planner.step.given_bytes(context)
+            given_bytes = graph.given_bytes(context)
             walk.base_bytes = given_bytes - context.waiting_bytes + self._others_bytes(values)
             if not self.called:
-                self._begin_watch(walk, planner.step.joint.device)
+                self._begin_watch(loop, walk, graph.joint.device)
         elif not walk.calls:  # what else was found, beside what the model holds
             found_bytes = context.kept_bytes + sum(context.bucket_bytes)
             walk.base_bytes += found_bytes - walk.found_bytes
             walk.found_bytes = found_bytes
-        self.known.number(planner)
+        self.known.number(graph)
         if not walk.calls:
-            self._agree_on_begin(called, walk.base_bytes + context.waiting_bytes)
+            self._agree_on_begin(loop, called, walk.base_bytes + context.waiting_bytes)
             walk.begin(self.known)
-        places = self._with_room(walk, called)
-        self._watch(called, walk)
+        places = self._with_room(loop, walk, called)
+        self._watch(loop, called, walk)
         walk.calls.append(called)
         read_by = tuple(id(p) for p in values if isinstance(p, torch.nn.Parameter))
         called.places, called.parameters = tuple(places), read_by
         if not places:
             walk.unknown = True
-            return self.context_unknown(planner, context), False
+            return self.unplanned_context(loop, graph, context), False
         held_bytes = context.waiting_bytes - walk.calls[0].context.waiting_bytes
-        return self._beside(planner, context, places, held_bytes), True
+        return self._beside(loop, graph, context, places, held_bytes), True
 
     def _beside(
         self,
-        planner: Planner,
+        loop: Loop,
+        graph: Graph,
         context: StepContext,
         places: Sequence[tuple[KnownStep, int]],
         held_bytes: int,
@@ -232,19 +236,19 @@ class Regions:
         """What a call finds, with what is beside it in each of the steps that it may be one of.
 
         Args:
-            planner: of its graph.
+            graph: that is called.
             context: what it finds by itself.
             places: known steps, and its place in each.
             held_bytes: that earlier calls of its step have left.
         """
         later_bytes = max(known.later_host_bytes[place] for known, place in places)
-        host_bytes = self._host_bytes(later_bytes)
+        host_bytes = self._host_bytes(loop, later_bytes)
         known, place = places[0]
         now = context, held_bytes, known.there_bytes + known.more_bytes, host_bytes
         before = known.contexts.get(place) if len(places) == 1 else None
         if before is not None and before[0] is known.besides and before[1] == now:
             return before[2]
-        own_bytes = planner.step.given_bytes(context) - context.others_there_bytes
+        own_bytes = graph.given_bytes(context) - context.others_there_bytes
         besides = [known.besides[place] for known, place in places]
         begins = (
             known.there_bytes + known.more_bytes + known.besides[place].more_bytes
@@ -260,23 +264,23 @@ class Regions:
             known.contexts[place] = known.besides, now, found
         return found
 
-    def chooses(self, planner: Planner, context: StepContext) -> bool:
+    def chooses(self, loop: Loop, graph: Graph, context: StepContext) -> bool:
         """Whether a step that begins with this call has plans chosen anew, for what is there."""
         walk = self._going_on()
         if walk is None or walk.calls or walk.base_bytes is None:
             return False
         there_bytes = walk.base_bytes + context.waiting_bytes + context.kept_bytes
         there_bytes += sum(context.bucket_bytes) + self._aside_bytes
-        key = Called(planner, context).key
+        key = Called(graph, context).key
         known = (known for known in self.known if known.keys[:1] == (key,))
-        return not all(self._leaves_room(own, there_bytes) for own in known)
+        return not all(self._leaves_room(loop, own, there_bytes) for own in known)
 
     def choose_again(self) -> None:
         """Have plans of all known steps chosen again: of a graph more is known than before."""
         for known in self.known:
             known.besides = []
 
-    def grow_to(self, least_bytes: int | None) -> bool:
+    def grow_to(self, loop: Loop, nbytes: int | None) -> bool:
         """Let ``"min"`` be at least what a plan of the call that was entered last takes.
 
         Plans are chosen together by what each call takes by itself. An allocator may need a little
@@ -284,11 +288,11 @@ class Regions:
 
         Returns whether the budget has grown.
         """
-        budget = self.loop.budget
-        if not budget.grows or least_bytes is None or least_bytes <= (budget.nbytes or 0):
+        budget = loop.budget
+        if not budget.grows or nbytes is None or nbytes <= (budget.nbytes or 0):
             return False
-        self._planned_bytes = least_bytes
-        budget.set(least_bytes)
+        self._planned_bytes = nbytes
+        budget.set(nbytes)
         return True
 
     def no_room(self) -> None:
@@ -296,7 +300,7 @@ class Regions:
         self._now.walk.unknown = True
         self._now.walk.calls[-1].places = ()
 
-    def _with_room(self, walk: Walk, called: Called) -> list[tuple[KnownStep, int]]:
+    def _with_room(self, loop: Loop, walk: Walk, called: Called) -> list[tuple[KnownStep, int]]:
         """Known steps that the one that goes on may be, and the call's places in them, each with
         plans chosen together.
 
@@ -313,7 +317,7 @@ class Regions:
             try:
                 # As chosen when the step began.
                 fits = bool(walk.calls and known.besides)
-                fits = fits or self._choose(known, there_bytes, begun=place + 1)
+                fits = fits or self._choose(loop, known, there_bytes, begun=place + 1)
             except BudgetError as error:
                 failed = failed or error.with_traceback(None)  # with frames it would hold the step
                 continue
@@ -324,20 +328,14 @@ class Regions:
         seen = [known for known in walk.begun if not known.envelope] or walk.begun
         sure = self.together or all(known.is_sure for known in seen)
         if failed is not None and not (found or goes_on) and walk.begun and sure:
-            if self.loop.budget.may_raise:
+            if loop.budget.may_raise:
                 raise failed
             if not walk.short:
                 walk.short = True
                 self.notices.short(failed, walk.line)
         return found
 
-    def telling(self) -> contextlib.AbstractContextManager[None]:
-        """What fails in here, fails for all that must follow the same plans."""
-        if self.together and self.loop.peers is not None:
-            return self.loop.peers.telling()
-        return contextlib.nullcontext()
-
-    def context_unknown(self, planner: Planner, context: StepContext) -> StepContext:
+    def unplanned_context(self, loop: Loop, graph: Graph, context: StepContext) -> StepContext:
         """A call of a step that is not known: it is to leave least.
 
         Where the budget is known, and no other process is to find the same, only as far as it keeps
@@ -345,55 +343,62 @@ class Regions:
         follow one plan.
         """
         walk: Walk | None = getattr(self._now, "walk", None)
-        budget_bytes, host_bytes = self.loop.budget.nbytes, self._host_bytes()
-        begins = walk is None or not (walk.calls and planner.started)
-        is_known = budget_bytes is not None or self.loop.budget.grows
-        if walk is None or begins or not is_known or self.loop.peers is not None:
-            return leaving_least(planner, context, host_bytes)
+        budget_bytes, host_bytes = loop.budget.nbytes, self._host_bytes(loop)
+        begins = walk is None or not (walk.calls and graph.started)
+        is_known = budget_bytes is not None or loop.budget.grows
+        if walk is None or begins or not is_known or loop.peers is not None:
+            return leaving_least(graph, context, host_bytes)
         there_bytes = (walk.base_bytes or 0) + context.waiting_bytes + self._aside_bytes
-        there_bytes += -there_bytes % max(1, int(self._much_bytes))
-        beside = Correction(more_bytes=there_bytes, left_bytes=self._made_bytes(walk))
+        there_bytes += -there_bytes % max(1, int(self._much_bytes(loop)))
+        beside = Correction(more_bytes=there_bytes, left_bytes=self._made_bytes(loop, walk))
         if budget_bytes is None:  # "min", of which nothing else is known yet
-            budget_bytes = self._least_bytes(planner, context, beside)
+            budget_bytes = self._least_bytes(loop, graph, context, beside)
         key = budget_bytes, alone(context, beside, host_bytes)
-        known = self._unknown.setdefault(planner, {})
+        known = self._unknown.setdefault(graph, {})
         if key not in known:
             while len(known) >= MOST_UNKNOWN:
                 known.pop(next(iter(known)))
-            known[key] = leaving_little(planner, context, budget_bytes, beside, host_bytes)
+            known[key] = leaving_little(
+                graph,
+                context,
+                budget_bytes,
+                beside,
+                host_bytes,
+                needed=must_fit(graph, loop.budget),
+            )
         return known[key]
 
     def check_least(
-        self, planner: Planner, context: StepContext, parameters: Sequence[torch.Tensor]
+        self, loop: Loop, graph: Graph, context: StepContext, parameters: Sequence[torch.Tensor]
     ) -> None:
         """Compare the least that one region needs by itself with the budget, once it is captured.
 
         Optimizer state of what other regions may read is left out: it may never exist.
 
         Args:
-            planner: of its graph.
+            graph: that is called.
             context: what its first call finds, with nothing that steps before have shown.
             parameters: that the graph computes a gradient of.
 
         Raises:
             BudgetError: it needs more, and no step has run to its end yet.
         """
-        budget, walk = self.loop.budget, getattr(self._now, "walk", None)
+        budget, walk = loop.budget, getattr(self._now, "walk", None)
         if budget.nbytes is None or budget.grows or walk is None or self._now_inner:
             return
         there_bytes = (walk.base_bytes or 0) + context.waiting_bytes + self._aside_bytes
-        others_bytes = self.loop.state_bytes_beside(parameters)
+        others_bytes = loop.state_bytes_beside(parameters)
         beside, budget_bytes = Correction(more_bytes=there_bytes), budget.nbytes + others_bytes
-        least_bytes = self._least_bytes(planner, context, beside, budget_bytes) - others_bytes
-        if least_bytes <= budget.nbytes:
+        nbytes = self._least_bytes(loop, graph, context, beside, budget_bytes) - others_bytes
+        if nbytes <= budget.nbytes:
             return
         error = BudgetError(
             f"budget {budget.written.written!r} is {budget.nbytes} bytes "
             f"({format_bytes(budget.nbytes)}), but a region of this model needs at least "
-            f"{least_bytes} bytes ({format_bytes(least_bytes)}) with what the model holds, "
-            f"whatever its plan. Give budget='min', or at least {least_bytes}; what the model's "
+            f"{nbytes} bytes ({format_bytes(nbytes)}) with what the model holds, "
+            f"whatever its plan. Give budget='min', or at least {nbytes}; what the model's "
             "other regions need is not known before they have run, and may be more",
-            least_budget_bytes=least_bytes,
+            least_budget_bytes=nbytes,
         )
         if budget.may_raise and not walk.calls:
             raise error
@@ -401,7 +406,8 @@ class Regions:
 
     def _least_bytes(
         self,
-        planner: Planner,
+        loop: Loop,
+        graph: Graph,
         context: StepContext,
         beside: Correction,
         budget_bytes: int | None = None,
@@ -409,24 +415,25 @@ class Regions:
         """The least budget of a call by itself, with what is beside it; of further forms, too,
         where none that is known keeps to ``budget_bytes``.
         """
-        own_bytes = planner.step.given_bytes(alone(context, NO_CORRECTION))
+        own_bytes = graph.given_bytes(alone(context, NO_CORRECTION))
         held = Correction(
             more_bytes=max(0, beside.more_bytes - own_bytes),
-            left_bytes=planner.step.tangent_bytes(context.sizes) + beside.left_bytes,
+            left_bytes=graph.tangent_bytes(context.sizes) + beside.left_bytes,
         )
-        return planner.least_bytes(alone(context, held), budget_bytes)
+        needed = must_fit(graph, loop.budget)
+        return least_bytes(graph, alone(context, held), budget_bytes, needed=needed)
 
     @property
     def _now_inner(self) -> bool:
         return torch_compat.current_backward() >= 0
 
-    def _made_bytes(self, walk: Walk) -> int:
+    def _made_bytes(self, loop: Loop, walk: Walk) -> int:
         """Of gradients that are there when a backward of the call that was entered last begins: of
         parameters that it has not read, nor one before it.
         """
         read = {own for call in walk.calls for own in call.parameters}
         found = (own() for own in self.parameters.values())
-        known = {id(p): p for p in (*self.loop.call.resident(), *found) if p is not None}
+        known = {id(p): p for p in (*loop.call.resident(), *found) if p is not None}
         left = (p for own, p in known.items() if own not in read and p.requires_grad)
         return sum(torch_compat.nbytes_of(p) for p in left if p.is_leaf and p.grad is None)
 
@@ -438,10 +445,10 @@ class Regions:
         called = walk.calls[-1]
         if walk.count is None and not walk.watched:
             there_bytes = (walk.base_bytes or 0) + called.context.waiting_bytes
-            walk.count = Count.begin(called.planner.step.joint.device, lambda: there_bytes)
+            walk.count = Count.begin(called.graph.joint.device, lambda: there_bytes)
         called.times_s.append(perf_counter())
 
-    def left(self, step: Step) -> None:
+    def left(self, loop: Loop, step: Step) -> None:
         """The forward of a region has ended."""
         if self._now.inner:
             return
@@ -451,14 +458,14 @@ class Regions:
         called = walk.calls[-1]
         called.compiled, called.held_bytes = step.plan, step.held_bytes
         called.times_s.append(perf_counter())
-        self.loop.watcher.left(step)
+        loop.watcher.left(step)
 
-    def back(self, step: Step, in_flight: Iterable[Step]) -> None:
+    def back(self, loop: Loop, step: Step) -> None:
         """A backward begins, in whatever thread.
 
         Args:
+            loop: around the model.
             step: of which call.
-            in_flight: steps of the model that wait for their backward, this one included.
         """
         if step.part is None:
             return
@@ -467,19 +474,19 @@ class Regions:
         called, walk.last = walk.calls[place], place
         if walk.watched:
             waiting_bytes = walk.calls[0].context.waiting_bytes
-            called.back_bytes = sum(other.held_bytes for other in in_flight) - waiting_bytes
+            called.back_bytes = sum(other.held_bytes for other in loop.in_flight) - waiting_bytes
         called.times_s.append(perf_counter())
 
-    def done(self, step: Step) -> None:
+    def done(self, loop: Loop, step: Step) -> None:
         """The backward of a region has ended."""
-        self.loop.watcher.after(step)
+        loop.watcher.after(step)
         if step.part is None:
             return
         walk: Walk
         walk, place = step.part
         walk.calls[place].times_s.append(perf_counter())
         peak_bytes = walk.count.peak_bytes() if walk.count and not self.captured else None
-        budget_bytes = self.loop.budget.nbytes
+        budget_bytes = loop.budget.nbytes
         if peak_bytes is not None and budget_bytes is not None and peak_bytes > budget_bytes:
             self._watches, walk.count = 2, None
             warn_counted(peak_bytes, budget_bytes)
@@ -493,24 +500,23 @@ class Regions:
         unseen_bytes = self.late_bytes + self._late_bytes + self.known.elsewhere_bytes
         return unseen_bytes + SCALARS * SCALAR_BYTES
 
-    def _host_bytes(self, later_bytes: int = 0) -> int | None:
+    def _host_bytes(self, loop: Loop, later_bytes: int = 0) -> int | None:
         """Host memory that a call may take beside what is lent and what later ones are to take."""
-        if self.loop.host is None or self.loop.host.nbytes is None:
+        if loop.host is None or loop.host.nbytes is None:
             return None
-        return max(0, self.loop.host.nbytes - self.loop.host.lent_bytes - later_bytes)
+        return max(0, loop.host.nbytes - loop.host.lent_bytes - later_bytes)
 
-    @property
-    def _much_bytes(self) -> float:
-        return MUCH * (self.loop.budget.nbytes or 0)
+    def _much_bytes(self, loop: Loop) -> float:
+        return MUCH * (loop.budget.nbytes or 0)
 
-    def _leaves_room(self, known: KnownStep, there_bytes: int) -> bool:
+    def _leaves_room(self, loop: Loop, known: KnownStep, there_bytes: int) -> bool:
         """Whether plans were chosen for what is there when a step begins, or for little more."""
-        host_bytes = self._host_bytes()
+        host_bytes = self._host_bytes(loop)
         more_bytes = (host_bytes or 0) - (known.host_bytes or 0)
         as_before = 0 <= more_bytes <= MUCH * (host_bytes or 0)
-        return as_before and known.leaves_room(there_bytes, self._much_bytes)
+        return as_before and known.leaves_room(there_bytes, self._much_bytes(loop))
 
-    def _agree_on_begin(self, called: Called, there_bytes: int) -> None:
+    def _agree_on_begin(self, loop: Loop, called: Called, there_bytes: int) -> None:
         """Let all processes know of steps what any of them has seen.
 
         Args:
@@ -522,7 +528,7 @@ class Regions:
         """
         if self.together and self._before is not None:
             now = [own for own in self.known if own.keys[:1] == (called.key,)]
-            fit = [self._leaves_room(known, there_bytes + self._aside_bytes) for known in now]
+            fit = [self._leaves_room(loop, known, there_bytes + self._aside_bytes) for known in now]
             self.known.agree_with_all(
                 self._before.calls, called, there_bytes, fits=bool(fit) and all(fit)
             )
@@ -541,28 +547,29 @@ class Regions:
             for nbytes in torch_compat.storages_of(tensor).values()
         )
 
-    @property
-    def _is_to_be_watched(self) -> bool:
+    def _is_to_be_watched(self, loop: Loop) -> bool:
         """Whether a step that begins may teach."""
-        shared = self.loop.peers is None or self.steps < AGREED  # what is seen, others learn
-        return bool(self._watches) or (shared and any(map(self._may_teach, self.known)))
+        shared = loop.peers is None or self.steps < AGREED  # what is seen, others learn
+        return bool(self._watches) or (
+            shared and any(self._may_teach(loop, known) for known in self.known)
+        )
 
-    def _begin_watch(self, walk: Walk, device: torch.device) -> None:
+    def _begin_watch(self, loop: Loop, walk: Walk, device: torch.device) -> None:
         """Watch a step that begins, where it may teach."""
-        if not self._is_to_be_watched:
+        if not self._is_to_be_watched(loop):
             return
-        walk.watched = self.loop.watcher.begin(
-            device, whole=functools.partial(self._learn, walk), until_closed=self.called
+        walk.watched = loop.watcher.begin(
+            device, whole=functools.partial(self._learn, loop, walk), until_closed=self.called
         )
         if not walk.watched:
             walk.unseen = "another profiler is on in its thread"
 
-    def _may_teach(self, known: KnownStep) -> bool:
+    def _may_teach(self, loop: Loop, known: KnownStep) -> bool:
         """Whether steps are watched: where they differ, all whose like may come near the budget."""
         if not known.envelope or not known.choices:
             return bool(known.watches) or known.envelope
         peak_bytes = known.there_bytes + known.planned_bytes
-        return bool(known.watches) or peak_bytes > NEAR * (self.loop.budget.nbytes or 0)
+        return bool(known.watches) or peak_bytes > NEAR * (loop.budget.nbytes or 0)
 
     def _drop_failed(self) -> None:
         """Let what a step holds go that has raised, so that the next one has all room."""
@@ -583,13 +590,13 @@ class Regions:
             return None
         return walk if not walk.calls or walk.waits else None
 
-    def _next(self) -> Walk:
+    def _next(self, loop: Loop) -> Walk:
         """A new step.
 
         Raises:
             BudgetError: steps take more than the budget whatever their plans.
         """
-        self.loop.watcher.end()
+        loop.watcher.end()
         if self.captured:
             gc.collect()
             self.captured = False
@@ -601,7 +608,7 @@ class Regions:
             self._before = walk
         if walk is not None:
             self._end(walk)
-        self.notices.refuse(self.loop.budget)
+        self.notices.refuse(loop.budget)
         walk = self._now.walk = Walk()
         return walk
 
@@ -621,25 +628,25 @@ class Regions:
                     known.seconds = known.seconds or tuple(between(walk))
                     self.notices.broken(known)
 
-    def _watch(self, called: Called, walk: Walk) -> None:
+    def _watch(self, loop: Loop, called: Called, walk: Walk) -> None:
         """Have a call watched where its step is."""
 
         def tell(seen: MemoryProfile) -> None:
             called.profile = seen
 
         if walk.watched:
-            self.loop.watcher.join(tell)
+            loop.watcher.join(tell)
 
-    def _learn(self, walk: Walk, first_bytes: int, peak_bytes: int, done: bool) -> None:
+    def _learn(self, loop: Loop, walk: Walk, first_bytes: int, peak_bytes: int, done: bool) -> None:
         """A step was watched, as far as it could be: see :meth:`Watcher.begin`."""
         if walk.failed or self.captured or not (done or walk.calls or walk.unended):
             return  # capturing measures, and that may be in the log
         base_bytes = (walk.base_bytes or 0) + sum(c.context.waiting_bytes for c in walk.calls[:1])
         if not walk.calls:  # else the first call has counted them, and the last loss
             base_bytes += walk.kept_bytes + SCALARS * SCALAR_BYTES
-        if self.notices.peak(base_bytes + peak_bytes, self.loop.budget, walk):
+        if self.notices.peak(base_bytes + peak_bytes, loop.budget, walk):
             self._watches = 2  # as long as steps are over, they are watched
-        self.loop.check_outside(base_bytes + peak_bytes)
+        loop.check_outside(base_bytes + peak_bytes)
         walk.done = done
         profiles = seen_profiles(walk)
         if profiles is None or not profiles:
@@ -656,11 +663,11 @@ class Regions:
                 explained_bytes = max(known.planned_bytes - known.more_bytes, *walk.planned_bytes())
                 known.more_bytes = max(known.more_bytes, peak_bytes - explained_bytes)
             there_bytes = self._aside_bytes + base_bytes
-            budget_bytes = self.loop.budget.nbytes or 0
+            budget_bytes = loop.budget.nbytes or 0
             if not known.choices or there_bytes + known.planned_bytes > budget_bytes:
                 known.besides = []
 
-    def _choose(self, known: KnownStep, there_bytes: int, *, begun: int) -> bool:
+    def _choose(self, loop: Loop, known: KnownStep, there_bytes: int, *, begun: int) -> bool:
         """Choose plans for all calls of a step together, if that is to be done.
 
         A step that begins with the same calls may end before those that do not fit.
@@ -676,30 +683,30 @@ class Regions:
             BudgetError: none do.
         """
         there_bytes += self._aside_bytes
-        if self._leaves_room(known, there_bytes):
+        if self._leaves_room(loop, known, there_bytes):
             return True
-        asked = there_bytes, self.loop.budget.nbytes, known.rows
+        asked = there_bytes, loop.budget.nbytes, known.rows
         if known.fitting is not None and known.fitting[1] == asked and begun <= known.fitting[0]:
             return False
-        if not known.choices and self.loop.host is not None:
-            self.loop.host.drop_idle()  # first steps took it for plans that none follows again
-        host_bytes = self._host_bytes()
+        if not known.choices and loop.host is not None:
+            loop.host.drop_idle()  # first steps took it for plans that none follows again
+        host_bytes = self._host_bytes(loop)
         made: list[Chosen] = []
 
         def make() -> Chosen:
             try:
-                made.append(self._chosen(known, there_bytes, host_bytes))
+                made.append(self._chosen(loop, known, there_bytes, host_bytes))
             except BudgetError:
-                fitting = self._fitting(known, there_bytes, host_bytes)
+                fitting = self._fitting(loop, known, there_bytes, host_bytes)
                 if fitting < begun:
                     raise
                 made.append(Chosen((), (), 0, 0, 0, fitting))
             return made[0]
 
-        if self.loop.peers is None or not self.together:
+        if loop.peers is None or not self.together:
             found = make()
         else:
-            found = self.loop.peers.follow("plans of regions", Chosen, make) or made[0]
+            found = loop.peers.follow("plans of regions", Chosen, make) or made[0]
         if not found.choices:
             known.fitting = found.fitting, asked
             return False
@@ -708,14 +715,16 @@ class Regions:
         known.least_bytes, known.full_bytes = found.least_bytes, found.full_bytes
         known.choices, known.besides = found.choices, list(found.besides)
         takes = [choice.host_bytes for choice in found.choices]
-        self._set_budget(found)
+        self._set_budget(loop, found)
         known.later_host_bytes = [sum(takes[place + 1 :]) for place in range(len(takes))]
         return True
 
-    def _fitting(self, known: KnownStep, there_bytes: int, host_bytes: int | None) -> int:
+    def _fitting(
+        self, loop: Loop, known: KnownStep, there_bytes: int, host_bytes: int | None
+    ) -> int:
         """So many first calls of a step, not all, that keep to the budget by some plans."""
-        budget_bytes = self.loop.budget.nbytes
-        if budget_bytes is None or self.loop.budget.grows:
+        budget_bytes = loop.budget.nbytes
+        if budget_bytes is None or loop.budget.grows:
             return 0
         calls = [
             Call(self._choices_of(call), *profiles)
@@ -729,16 +738,18 @@ class Regions:
 
         return bisect_left(range(1, len(calls)), True, key=is_over)
 
-    def _set_budget(self, found: Chosen) -> None:
+    def _set_budget(self, loop: Loop, found: Chosen) -> None:
         """Let the budget be what plans were chosen for; ``"min"``: what known steps need."""
-        budget = self.loop.budget
+        budget = loop.budget
         nbytes = found.budget_bytes
         if budget.grows:
             planned = (own.least_bytes for own in self.known if own.choices)
             nbytes = max(self._planned_bytes, max(planned, default=nbytes))
         budget.set(nbytes)
 
-    def _chosen(self, known: KnownStep, there_bytes: int, host_bytes: int | None) -> Chosen:
+    def _chosen(
+        self, loop: Loop, known: KnownStep, there_bytes: int, host_bytes: int | None
+    ) -> Chosen:
         """Plans for all calls of a step, of more forms until some fit."""
         while True:
             calls = [
@@ -748,7 +759,7 @@ class Regions:
             try:
                 found = chosen_for(
                     calls,
-                    self.loop.budget.now,
+                    loop.budget.now,
                     there_bytes=there_bytes + known.more_bytes,
                     first_bytes=known.first_bytes,
                     host_bytes=host_bytes,
@@ -759,25 +770,26 @@ class Regions:
             else:
                 # The least is that of all forms; beside a profiler, of those that are known.
                 with contextlib.suppress(CostError):
-                    if self.loop.budget.grows and self._grown(known):
+                    if loop.budget.grows and self._grown(known):
                         continue
                 return found
 
     def _grown(self, known: KnownStep) -> bool:
         """Let schedules be known of one more form of each graph of a step, if there is one."""
-        contexts = {call.planner: call.context for call in known.calls}
-        grown = [planner.grow(context) for planner, context in contexts.items()]
+        contexts = {call.graph: call.context for call in known.calls}
+        grown = [grow(graph, context) for graph, context in contexts.items()]
         if any(grown):
             self._choices.clear()
         return any(grown)
 
     def _choices_of(self, call: Called) -> tuple[Choice, ...]:
-        key = call.key, call.planner.tangents_stay
+        tangents_stay = call.graph.feedback.tangents_stay
+        key = call.key, tangents_stay
         if key not in self._choices:
-            context = replace(call.context, tangents_stay=call.planner.tangents_stay)
-            self._choices[key] = choices_of(call.planner, context)
+            context = replace(call.context, tangents_stay=tangents_stay)
+            self._choices[key] = choices_of(call.graph, context)
         return self._choices[key]
 
 
-class _Graph:
+class _Hung:
     """Hangs on the graph of a call of the model, and goes with it."""

@@ -9,8 +9,9 @@ from dataclasses import replace
 from fxremat.errors import CostError
 from fxremat.frontend.agreed import Chosen
 from fxremat.frontend.budget import Budget
-from fxremat.frontend.pipeline import Planner
-from fxremat.frontend.schedules import Schedules
+from fxremat.graph.graph import Graph
+from fxremat.graph.pool import Pool
+from fxremat.graph.pools import least_bytes, search_again
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import Correction, StepContext
 from fxremat.progress import LOG
@@ -44,24 +45,24 @@ def alone(context: StepContext, beside: Correction, host_bytes: int | None = Non
     )
 
 
-def _own_bytes(planner: Planner, context: StepContext) -> int:
+def _own_bytes(graph: Graph, context: StepContext) -> int:
     """All that a graph ever allocates."""
-    return sum(planner.step.at(context.sizes)[0].line.joint.storages.nbytes)
+    return sum(graph.at(context.sizes)[0].line.joint.storages.nbytes)
 
 
-def leaving_least(
-    planner: Planner, context: StepContext, host_bytes: int | None = None
-) -> StepContext:
+def leaving_least(graph: Graph, context: StepContext, host_bytes: int | None = None) -> StepContext:
     """A region's call that is to leave least, whatever else that takes; see :func:`alone`."""
-    return alone(context, Correction(turn_bytes=_own_bytes(planner, context)), host_bytes)
+    return alone(context, Correction(turn_bytes=_own_bytes(graph, context)), host_bytes)
 
 
 def leaving_little(
-    planner: Planner,
+    graph: Graph,
     context: StepContext,
     budget_bytes: int,
     beside: Correction,
     host_bytes: int | None,
+    *,
+    needed: bool,
 ) -> StepContext:
     """A region's call that is to leave least of all that keeps to a budget; see :func:`alone`.
 
@@ -69,49 +70,52 @@ def leaving_little(
     leaves that, only what takes more itself.
 
     Args:
-        planner: of its graph.
+        graph: that is called.
         context: what it finds.
         budget_bytes: of the step.
         beside: ``more_bytes``: what is there when it begins; ``left_bytes``: gradients of others
             that are there when its backward begins, and were not before.
         host_bytes: of host memory, left for it; ``None``: as much as it takes.
+        needed: it must keep to the budget as it is.
     """
-    least = leaving_least(planner, context, host_bytes)
-    own_bytes = planner.step.given_bytes(least)
-    held_bytes = planner.least_bytes(least, None) - own_bytes - least.correction.turn_bytes
-    needed = Correction(
+    least = leaving_least(graph, context, host_bytes)
+    own_bytes = graph.given_bytes(least)
+    held_bytes = least_bytes(graph, least, None) - own_bytes - least.correction.turn_bytes
+    room = Correction(
         more_bytes=beside.more_bytes - own_bytes,
         turn_bytes=max(0, budget_bytes - beside.more_bytes - held_bytes),
-        left_bytes=planner.step.tangent_bytes(context.sizes) + beside.left_bytes,
+        left_bytes=graph.tangent_bytes(context.sizes) + beside.left_bytes,
     )
-    found = alone(context, needed, host_bytes)
-    with contextlib.suppress(CostError):  # as beside a profiler, where no further form is measured
-        planner.least_bytes(found, budget_bytes)  # further ones are looked at where none fits
+    found = alone(context, room, host_bytes)
+    # Where none fits, further variants are searched.
+    with contextlib.suppress(CostError):  # as in a profiler, where no further form is measured
+        least_bytes(graph, found, budget_bytes, needed=needed)
     return found
 
 
-def choices_of(planner: Planner, context: StepContext) -> tuple[Choice, ...]:
+def choices_of(graph: Graph, context: StepContext) -> tuple[Choice, ...]:
     """Plans of a graph that no other beats in all of bytes held, both peaks, seconds and, where
     that is limited, host memory.
 
     What travels in them is known to the planner from then on. The last one keeps everything.
     """
-    own_bytes = _own_bytes(planner, context)
+    own_bytes = _own_bytes(graph, context)
     found: dict[Choice, tuple[int, Candidate]] = {}
     for share in SHARES:
         beside = Correction(turn_bytes=int(share * own_bytes))
-        variants = planner.searched(
-            replace(context, waiting_bytes=0, correction=beside, region=True)
+        pools = search_again(
+            graph, replace(context, waiting_bytes=0, correction=beside, region=True)
         )
-        for graph, variant in enumerate(variants):
-            for candidate in variant.graded():
-                found.setdefault(_choice(variant, candidate), (graph, candidate))
-        kept = _choice(variants[0], variants[0].search.baseline)
+        for place, pool in enumerate(pools):
+            for candidate in pool.graded():
+                found.setdefault(_choice(pool, candidate), (place, candidate))
+        kept = _choice(pools[0], pools[0].baseline)
     found.pop(kept, None)
     best = [choice for choice in found if not any(_beats(other, choice) for other in found)]
-    planner.sent[context.sizes] = tuple(
-        tuple(c for graph, c in map(found.__getitem__, best) if graph == place and c.moves)
-        for place in range(len(variants))
+    chosen = [found[choice] for choice in best]
+    graph.sent[context.sizes] = tuple(
+        tuple(candidate for own, candidate in chosen if own == place and candidate.moves)
+        for place in range(len(pools))
     )
     return (*best, kept)
 
@@ -190,8 +194,8 @@ def _needed_by(
     )
 
 
-def _choice(variant: Schedules, candidate: Candidate) -> Choice:
-    search = variant.search
+def _choice(pool: Pool, candidate: Candidate) -> Choice:
+    search = pool.search
     evaluation, around = search.evaluator.evaluation(candidate), search.setting.context_bytes
     turn, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
     return Choice(
@@ -199,7 +203,7 @@ def _choice(variant: Schedules, candidate: Candidate) -> Choice:
         max((*peaks_bytes[:turn], around.given_bytes)) - around.given_bytes,
         max((*peaks_bytes[turn:], evaluation.end_bytes)) - around.given_bytes,
         candidate.total_s,
-        candidate.host_bytes if variant.host_limited else 0,
+        candidate.host_bytes if pool.host_limited else 0,
     )
 
 

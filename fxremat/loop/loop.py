@@ -16,12 +16,12 @@ from fxremat import torch_compat
 from fxremat.costs.execute import HeldBytes
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.frontend.budget import TrainingBudget
-from fxremat.frontend.comparison import Comparison
-from fxremat.frontend.optimizer_state import StateBytes, counted_state
-from fxremat.frontend.optimizers import Optimizers
-from fxremat.frontend.outside import Outside
 from fxremat.frontend.ranks import Peers
-from fxremat.frontend.shortfall import excess_bytes, warn_of_measuring
+from fxremat.graph.shortfall import excess_bytes, warn_of_measuring
+from fxremat.loop.comparison import Comparison
+from fxremat.loop.optimizer_state import StateBytes, counted_state
+from fxremat.loop.optimizers import Optimizers
+from fxremat.loop.outside import Outside
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.context_bytes import Caller, spread_gradient_bytes
 from fxremat.runtime.arena import HostLimit

@@ -8,8 +8,8 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from fxremat.frontend.agreed import Seen, agreed_profiles, agreed_step
-from fxremat.frontend.pipeline import Planner
 from fxremat.frontend.ranks import Peers
+from fxremat.graph.graph import Graph
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import Correction, StepContext
 from fxremat.runtime.profile import MemoryProfile
@@ -40,7 +40,7 @@ class Called:
     """A call of the step that goes on.
 
     Attributes:
-        planner: of its graph.
+        graph: that is called.
         context: what it found, with nothing that steps before have shown.
         ended_by: the user's line after which the step leaves the graph, and why.
         places: the known steps that it was taken for a call of, and its places in them.
@@ -52,7 +52,7 @@ class Called:
         times_s: of its forward's begin and end, and its backward's.
     """
 
-    planner: Planner
+    graph: Graph
     context: StepContext
     ended_by: str = ""
     places: tuple[tuple[KnownStep, int], ...] = ()
@@ -65,12 +65,12 @@ class Called:
 
     def remembered(self) -> Called:
         """What is known of it once its step is over: no plan, nor what that holds."""
-        return Called(self.planner, self.context, self.ended_by)
+        return Called(self.graph, self.context, self.ended_by)
 
     @property
     def key(self) -> Key:
         """What makes it the call of a step that is known."""
-        return id(self.planner), self.context.sizes, self.context.existing
+        return id(self.graph), self.context.sizes, self.context.existing
 
     def covers(self, key: Key) -> bool:
         """Whether the call that ``key`` makes is one like this, of sizes that are no larger."""
@@ -81,7 +81,7 @@ class Called:
     def or_larger(self, other: Called) -> Called:
         """A call of the graph that covers this one and ``other``."""
         sizes = tuple(map(max, self.context.sizes, other.context.sizes))
-        return Called(self.planner, replace(self.context, sizes=sizes), self.ended_by)
+        return Called(self.graph, replace(self.context, sizes=sizes), self.ended_by)
 
 
 @dataclass(slots=True, eq=False)
@@ -297,9 +297,9 @@ class KnownSteps:
             found.append(own)
         return found
 
-    def number(self, planner: Planner) -> None:
+    def number(self, graph: Graph) -> None:
         """A graph is called, for the first time or again: all processes number graphs alike."""
-        self._numbers.setdefault(id(planner), len(self._numbers))
+        self._numbers.setdefault(id(graph), len(self._numbers))
 
     def agree_with_any(self, there_bytes: int) -> None:
         """Let all processes know of the latest step what any of them has seen of it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fxremat.frontend.shortfall import warn
+from fxremat.graph.shortfall import warn
 from fxremat.ir import Form
 from fxremat.passes.split.parts import Parts
 from fxremat.units import format_bytes

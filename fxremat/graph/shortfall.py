@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, BudgetWarning
 from fxremat.frontend.budget import TrainingBudget
-from fxremat.frontend.captured import CapturedStep
-from fxremat.planner.context import StepContext
 from fxremat.units import format_bytes
 
 TOLERATED_BYTES = 512
@@ -21,14 +18,6 @@ allocator, as one number of the loop needs that nobody sees, such as its last lo
 user_line = torch_compat.user_line
 
 OTHER = "sizes, or a graph, that the budget was not resolved for"
-
-
-class _Planner(Protocol):
-    """What plans the step."""
-
-    step: CapturedStep
-    budget: TrainingBudget
-    started: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +37,22 @@ class Shortfall:
     line: str
 
     @staticmethod
-    def of(planner: _Planner, context: StepContext, error: BudgetError) -> Shortfall:
+    def of(
+        budget: TrainingBudget, held: Mapping[str, int], error: BudgetError, *, is_new: bool
+    ) -> Shortfall:
         """Describe why a call does not fit.
 
         Args:
-            planner: of the captured step.
-            context: of the call.
+            budget: of the model.
+            held: what the call found, and its bytes.
             error: that planning raised.
+            is_new: the budget was resolved for another graph, or for other sizes.
         """
-        budget = planner.budget
-        found = growth(budget.counted, dict(planner.step.described(context)))
         least_bytes = error.least_budget_bytes or 0
-        found = _most_of(found, least_bytes - (budget.nbytes or 0))
-        if not planner.started or context.sizes != planner.step.sizes.hints:
-            found = (*found, (OTHER, 0))
-        return Shortfall(budget.nbytes or 0, least_bytes, found, user_line())
+        grown = _most_of(growth(budget.counted, held), least_bytes - (budget.nbytes or 0))
+        if is_new:
+            grown = (*grown, (OTHER, 0))
+        return Shortfall(budget.nbytes or 0, least_bytes, grown, user_line())
 
     def __str__(self) -> str:
         """The message of the warning."""
@@ -113,6 +103,18 @@ def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
         f"({format_bytes(over)}) more than the budget of {budget_bytes}. Steps that follow the "
         "same plan measure nothing. To measure before training, give fxremat.compile a sample, and "
         f"register hooks before that. For sizes that are new, a budget of {peak_bytes} has room"
+    )
+
+
+def warn_counted(peak_bytes: int, budget_bytes: int) -> None:
+    """Warn of a step over its budget that was counted by the allocator, but not watched."""
+    over = excess_bytes(peak_bytes, budget_bytes)
+    if not over:
+        return
+    warn(
+        f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its budget of "
+        f"{budget_bytes}, as CUDA's allocator has counted with what other threads took meanwhile. "
+        "The next one is watched"
     )
 
 

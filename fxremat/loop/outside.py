@@ -13,7 +13,7 @@ import torch
 
 from fxremat import torch_compat
 from fxremat.frontend.budget import TrainingBudget
-from fxremat.frontend.shortfall import excess_bytes, warn
+from fxremat.graph.shortfall import excess_bytes, warn
 from fxremat.planner.context_bytes import SCALARS
 from fxremat.runtime.profile import WATCH_EVERY
 from fxremat.runtime.steps import SCALAR_BYTES

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxremat.frontend.captured import CapturedStep
+from fxremat.graph.graph import Graph
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import made_outputs
 from fxremat.report.memory import Kind
@@ -31,16 +31,16 @@ class UsualLoop:
     zeros: StepContext
 
 
-def usual_loop(step: CapturedStep, context: StepContext) -> UsualLoop:
+def usual_loop(graph: Graph, context: StepContext) -> UsualLoop:
     """Return the contexts of the usual loop's later steps.
 
     Args:
-        step: the captured step.
+        graph: the captured graph.
         context: of its first call.
     """
-    kept_bytes = max(context.kept_bytes, held_output_bytes(step, context))
+    kept_bytes = max(context.kept_bytes, held_output_bytes(graph, context))
     first = replace(context, kept_bytes=kept_bytes, released=True)
-    gradients = frozenset(_parameters_with_gradient(step))
+    gradients = frozenset(_parameters_with_gradient(graph))
     existing, added = context.existing | gradients, context.added | gradients
     return UsualLoop(
         first,
@@ -49,12 +49,12 @@ def usual_loop(step: CapturedStep, context: StepContext) -> UsualLoop:
     )
 
 
-def held_output_bytes(step: CapturedStep, context: StepContext) -> int:
+def held_output_bytes(graph: Graph, context: StepContext) -> int:
     """Return the bytes of a step's outputs that a loop's variables hold into the next step.
 
     One scalar is left out: every plan has room for the last loss.
     """
-    joint = step.joint_at(context.sizes)
+    joint = graph.joint_at(context.sizes)
     table = joint.storages
     outputs = [joint.forward_outputs[index] for index in made_outputs(joint)]
     sizes = [table.total(table.of((own,))) for own in outputs if isinstance(own, fx.Node)]
@@ -62,7 +62,7 @@ def held_output_bytes(step: CapturedStep, context: StepContext) -> int:
     return sum(sizes) - sum(scalars[:1])
 
 
-def _parameters_with_gradient(step: CapturedStep) -> list[int]:
-    gradients = enumerate(step.joint.backward_outputs)
+def _parameters_with_gradient(graph: Graph) -> list[int]:
+    gradients = enumerate(graph.joint.backward_outputs)
     made = (primal for primal, gradient in gradients if isinstance(gradient, fx.Node))
-    return [i for i in made if step.roles.get(i, Kind.PARAMETERS) is Kind.PARAMETERS]
+    return [i for i in made if graph.roles.get(i, Kind.PARAMETERS) is Kind.PARAMETERS]

@@ -10,30 +10,33 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
+from fxremat.compiler.compiler import compile_graph
 from fxremat.errors import CaptureError, SizesError
-from fxremat.frontend.capture import StepCompiler
-from fxremat.frontend.shortfall import user_line, warn
+from fxremat.graph.shortfall import user_line, warn
+from fxremat.training.training import Training
 
 
 class Backend:
-    """What Dynamo is given for a :class:`StepCompiler`, which goes when its owner does.
+    """The Dynamo backend of a :class:`Training`, which goes when its owner does.
 
     Dynamo keeps this, and what is made for its graphs, in a cache of the user's functions and among
     their globals, for as long as these are there.
     """
 
-    def __init__(self, compiler: StepCompiler) -> None:
-        self.compiler = weakref.ref(compiler)
+    def __init__(self, training: Training) -> None:
+        self.training = weakref.ref(training)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    def __call__(
+        self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any
+    ) -> Callable[..., Any]:
         """Compile one graph of Dynamo's."""
-        compiler = self.compiler()
-        assert compiler is not None  # nobody else calls
-        return compiler(*args, **kwargs)
+        training = self.training()
+        assert training is not None  # nobody else calls
+        return compile_graph(training, module, example_inputs)
 
 
 class Entry:
@@ -185,8 +188,8 @@ def _is_ours(found: object) -> bool:
 _BY_NAME = "fxremat.frontend.backend"
 
 
-def _compiler_of(found: object) -> StepCompiler | None:
-    return found.compiler() if isinstance(found, Backend) else None
+def _training_of(backend: object) -> Training | None:
+    return backend.training() if isinstance(backend, Backend) else None
 
 
 def _captured_too_often(found: object, setting: str, limit: int) -> BaseException:
@@ -196,13 +199,13 @@ def _captured_too_often(found: object, setting: str, limit: int) -> BaseExceptio
         "call be one capture (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors for "
         "numbers), or raise the limit"
     )
-    compiler = _compiler_of(found)
-    return error if compiler is None else compiler.refused(error)
+    training = _training_of(found)
+    return error if training is None else training.refused(error)
 
 
 def _runs_as_it_is(found: object, code: CodeType) -> bool:
-    compiler = _compiler_of(found)
-    return compiler is not None and compiler.runs_as_it_is(code)
+    training = _training_of(found)
+    return training is not None and training.runs_as_it_is(code)
 
 
 def _in_mode() -> None:

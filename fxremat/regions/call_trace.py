@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fxremat.frontend.known import Called, Key, KnownStep, Row
+from fxremat.regions.step_profiles import Called, Key, KnownStep, Row
 from fxremat.runtime.counted import Count
 from fxremat.runtime.steps import Step
 
@@ -76,7 +76,7 @@ class Walk:
         for call in self.ran:
             if call.places:
                 there_bytes = max(known.there_bytes + known.more_bytes for known, _ in call.places)
-                yield call.compiled.planned.plan.predicted_peak_bytes - there_bytes
+                yield call.compiled.record.predicted_peak_bytes - there_bytes
 
     def begin(self, known: Iterable[KnownStep]) -> None:
         """Let it be compared with steps that are known."""

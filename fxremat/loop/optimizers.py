@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
-from fxremat.frontend.shortfall import excess_bytes, user_line, warn
+from fxremat.graph.shortfall import excess_bytes, user_line, warn
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.runtime.profile import MemoryProfile, Watcher
 from fxremat.units import format_bytes

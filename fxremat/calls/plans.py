@@ -1,0 +1,344 @@
+"""The plan that a call follows: one that is kept, or a new one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from fxremat import torch_compat
+from fxremat.calls.find import Found, context_of, find, new_workspace_bytes
+from fxremat.calls.learn import leave_room_in_waiting, relaxed, unscaled
+from fxremat.errors import BudgetError, CostError
+from fxremat.graph.compiled_plan import CompiledPlan
+from fxremat.graph.graph import Graph
+from fxremat.graph.pools import refuse
+from fxremat.graph.shortfall import Shortfall, excess_bytes, warn
+from fxremat.loop.loop import Loop
+from fxremat.passes.joint.sizes import Values
+from fxremat.planner.context import StepContext
+from fxremat.planning.choose import fits, resolve_again
+from fxremat.planning.largest_size import advised
+from fxremat.planning.planner import grow_budget, later_plan, shortfall_of
+from fxremat.progress import LOG
+from fxremat.regions.regions import Regions
+from fxremat.report.plan import Plan
+from fxremat.units import format_bytes, format_seconds
+
+RESOLVED = 3
+"""Steps, from the second one on, at which a share or ``"min"`` is resolved again."""
+
+
+class _LessHeldError(Exception):
+    """Less is held now than when the context of a call was made."""
+
+
+def plan_at(
+    loop: Loop,
+    regions: Regions,
+    graph: Graph,
+    args: Sequence[object],
+    sizes: Values,
+    ended_by: str,
+) -> tuple[StepContext, CompiledPlan, list[Tensor | None]]:
+    """Return the context of a call, the plan that it follows, and the leaves among its primals.
+
+    Args:
+        loop: around the model.
+        regions: of the model.
+        graph: that is called.
+        args: its primals.
+        sizes: numbers of its symbols.
+        ended_by: the user's line after which the step leaves the graph, and why.
+
+    Raises:
+        BudgetError: no plan fits; nothing has run.
+    """
+    found, leaves = find(loop, graph, args, sizes)
+    if regions.several:
+        return *_plan_of_region(loop, regions, graph, args, found, ended_by), leaves
+    calls = graph.calls
+    if loop.budget.is_relative or loop.optimizers.has_news:
+        _resolve_budget(loop, graph, found)
+    now = (found, graph.feedback.changes, loop.budget.nbytes)
+    if calls.latest is not None and calls.latest[0] == now:
+        return *calls.latest[1:], leaves
+    while True:
+        changes = graph.feedback.changes
+        with contextlib.suppress(_LessHeldError):  # less each time
+            context = context_of(loop, graph, found, several=False)
+            context, compiled = _plan_for(loop, graph, context)
+            break
+        found, leaves = find(loop, graph, args, sizes)
+    # Steps in flight may be of other kinds, or share the budget out again.
+    is_only = not context.waiting and loop.caller.in_flight == 1
+    stays = is_only and calls.plans.get(context) is compiled and compiled.shortfall is None
+    compiled.followed = context
+    now = (found, changes, loop.budget.nbytes)
+    calls.latest = (now, context, compiled) if stays else None
+    return context, compiled, leaves
+
+
+def record_of(loop: Loop, graph: Graph, compiled: CompiledPlan) -> Plan:
+    """Return the record of a plan for people, with the figures of the latest call it was for."""
+    with loop.planning:
+        followed = compiled.followed
+        is_other = followed is not None and followed != compiled.context
+        if is_other and graph.together is None and compiled.shortfall is None:
+            assert followed is not None
+            with contextlib.suppress(BudgetError, CostError):
+                compiled.restate(later_plan(graph, followed, loop.budget))
+            graph.measuring_bytes = 0  # that was for a reader, between steps
+        return compiled.completed()
+
+
+def refuse_changed_bits(loop: Loop, graph: Graph) -> None:
+    """Plan without the runs that had other bits in parts."""
+    with loop.planning:
+        while graph.calls.changed_bits:
+            refuse(graph, graph.calls.changed_bits.pop())
+        graph.calls.forget()
+        graph.feedback.changes += 1
+
+
+def _plan_for(loop: Loop, graph: Graph, context: StepContext) -> tuple[StepContext, CompiledPlan]:
+    """Return a plan for a context, kept or new, and the context with what the plan assumes."""
+    with loop.planning:
+        compiled = _kept(loop, graph, context) or _as_good(graph, context)
+        if compiled is None:
+            context, compiled, shortfall = _new_plan(loop, graph, context)
+            _announce(loop, graph, compiled, context, several=False)
+            compiled.shortfall = shortfall
+            over = compiled.record.counted_bytes > (loop.budget.nbytes or 0)
+            if shortfall is None and over:
+                return context, compiled  # for this time only
+        if compiled.shortfall is not None:
+            compiled.shortfall.warn()
+        if context.sizes not in graph.estimated:  # else it is measured once it can be
+            graph.calls.keep(context, compiled)
+        return context, compiled
+
+
+def _kept(loop: Loop, graph: Graph, context: StepContext) -> CompiledPlan | None:
+    """Return the plan that was made for a context, unless the budget has changed since."""
+    compiled = graph.calls.plans.pop(context, None)
+    shortfall = None if compiled is None else compiled.shortfall
+    if shortfall is not None and shortfall.budget_bytes != loop.budget.nbytes:
+        return None
+    return compiled
+
+
+def _new_plan(
+    loop: Loop, graph: Graph, context: StepContext
+) -> tuple[StepContext, CompiledPlan, Shortfall | None]:
+    """Return a plan for a context, what it assumes, and why it is above the budget if it is.
+
+    Where nothing fits while gradients exist, or outputs of earlier steps, but would if these were
+    freed before the backward, they are assumed to be, until a step shows otherwise.
+
+    Steps that wait were planned without this one. Where nothing fits with what they hold, but would
+    with the least that they could, this step takes the least that it can, and later ones like those
+    that wait leave room for it.
+    """
+    budget, feedback = loop.budget, graph.feedback
+    for each in (context, *relaxed(loop, graph, context)):
+        # Cached candidates are asked first: a search measures, and takes memory for that.
+        if fits(graph, each, budget, search=False):
+            if each is not context:
+                feedback.assume(each)
+            return each, later_plan(graph, each, budget), None
+    try:
+        return context, later_plan(graph, context, budget), None
+    except CostError:  # as in a profiler
+        if not context.scaled:
+            raise
+        return _new_plan(loop, graph, unscaled(loop, graph, context))
+    except BudgetError as error:
+        failed = error.with_traceback(None)
+    for each in relaxed(loop, graph, context):
+        if fits(graph, each, budget):
+            feedback.assume(each)
+            return each, later_plan(graph, each, budget), None
+    if context.waiting or context.kept_bytes:
+        torch_compat.drop_failed_backward()
+        gc.collect()  # what nobody can run backwards, or see, any more
+        waiting = list(loop.in_flight)
+        held_bytes = sum(step.held_bytes for step in waiting)
+        held_bytes += loop.in_flight.kept_bytes(waiting)
+        if held_bytes < context.waiting_bytes + context.kept_bytes:
+            raise _LessHeldError
+    if leave_room_in_waiting(loop, context, graph):
+        compiled = later_plan(graph, context, budget, least=True)
+        _warn_of_waiting(loop, context, compiled.record)
+        return context, compiled, None
+    if grow_budget(budget, failed):
+        return context, later_plan(graph, context, budget), None
+    if budget.may_raise:
+        raise advised(graph, failed, context, budget)
+    shortfall = shortfall_of(graph, context, budget, failed)
+    return context, later_plan(graph, context, budget, least=True), shortfall
+
+
+def _warn_of_waiting(loop: Loop, context: StepContext, plan: Plan) -> None:
+    """Warn of a step above the budget because earlier ones wait for their backward."""
+    budget_bytes = loop.budget.nbytes or 0
+    over = excess_bytes(plan.counted_bytes, budget_bytes)
+    if over:
+        warn(
+            f"this step takes {plan.counted_bytes} bytes, {over} ({format_bytes(over)}) more "
+            f"than its budget of {budget_bytes}: {context.waiting} earlier ones hold "
+            f"{context.waiting_bytes} bytes for their backward, and were planned without "
+            "this one. From now on they leave room for it"
+        )
+
+
+def _as_good(graph: Graph, context: StepContext) -> CompiledPlan | None:
+    """Return a kept plan of another context than which none is faster in this one.
+
+    That is one for a call that found less and still fits, or one that recomputes nothing and
+    computes nothing in parts. Where the allocator's blocks are replayed, sums say nothing.
+    """
+    if graph.calls.on_cuda:
+        return None
+    now = graph.held(context)
+    for compiled in reversed(graph.calls.plans.values()):
+        plan, made_for = compiled.record, compiled.context
+        if made_for.sizes != context.sizes or made_for.added != context.added:
+            continue
+        if compiled.shortfall is not None:
+            continue
+        if context.scaled > made_for.scaled and plan.form.beside:
+            continue
+        then = graph.held(made_for)
+        if now.tangents_stay > then.tangents_stay:
+            continue
+        differences = (
+            now.given_bytes - then.given_bytes,
+            now.loss_point_bytes - then.loss_point_bytes,
+            now.backward_bytes - then.backward_bytes,
+        )
+        more_bytes = sum(max(0, n) for n in differences)
+        kept = not (compiled.recomputes or compiled.arena or plan.form.has_parts)
+        is_within = plan.counted_bytes + more_bytes <= plan.budget_bytes
+        if is_within and (min(differences) >= 0 or kept):
+            return compiled
+    return None
+
+
+def _resolve_budget(loop: Loop, graph: Graph, found: Found) -> None:
+    """Resolve a share, or ``"min"``, again after the first steps, and when state has changed.
+
+    Processes that must follow the same plans keep the bytes that they have agreed on.
+    """
+    optimizers, budget, calls = loop.optimizers, loop.budget, graph.calls
+    has_news, optimizers.has_news = optimizers.has_news, False
+    if not budget.is_relative or budget.nbytes is None or graph.together is not None:
+        return
+    if calls.on_cuda:
+        budget.add_workspaces(new_workspace_bytes(graph))
+    is_early = budget.usual and budget.trained and calls.resolutions < RESOLVED
+    if not (has_news or is_early):
+        return
+    with loop.planning:
+        context = context_of(loop, graph, found, several=False)
+        if context.waiting or loop.caller.in_flight > 1:
+            return
+        *_, context = (context, *relaxed(loop, graph, context))
+        resolve_again(graph, context, budget)
+    calls.resolutions += 1
+
+
+# Regions
+
+
+def _plan_of_region(
+    loop: Loop,
+    regions: Regions,
+    graph: Graph,
+    args: Sequence[object],
+    found: Found,
+    ended_by: str,
+) -> tuple[StepContext, CompiledPlan]:
+    """Return the context and the plan of a call of one of several graphs of a step."""
+    own = _context_in_region(loop, graph, found)
+    if own.kept_bytes and regions.chooses(loop, graph, own):
+        gc.collect()  # what nobody can see any more
+        own = _context_in_region(loop, graph, find(loop, graph, args, found[0])[0])
+    calls, budget = graph.calls, loop.budget
+    with loop.planning, _failing_together(loop, regions):
+        context, is_planned = regions.enter(loop, graph, own, args, ended_by)
+        for made_for, latest in calls.followed:
+            if made_for is context and is_planned:
+                return context, latest
+        compiled = calls.plans.pop(context, None)
+        if compiled is None:
+            try:
+                compiled = later_plan(graph, context, budget, least=not is_planned)
+            except BudgetError as error:
+                if regions.together:
+                    raise
+                if is_planned and regions.grow_to(loop, error.least_budget_bytes):
+                    compiled = later_plan(graph, context, budget)
+                else:
+                    # More is held than in the steps that were watched.
+                    regions.no_room()
+                    context = regions.unplanned_context(loop, graph, own)
+                    compiled = later_plan(graph, context, budget, least=True)
+            _announce(loop, graph, compiled, context, several=True)
+        calls.keep(context, compiled)
+        calls.follow(context, compiled)
+        return context, compiled
+
+
+def _context_in_region(loop: Loop, graph: Graph, found: Found) -> StepContext:
+    """Return the context of a call of a region; the same object as at the call before, if it is."""
+    calls = graph.calls
+    if calls.found is None or calls.found[0] != found:
+        calls.found = found, context_of(loop, graph, found, several=True)
+    return calls.found[1]
+
+
+@contextlib.contextmanager
+def _failing_together(loop: Loop, regions: Regions) -> Iterator[None]:
+    """What fails in here fails in all processes that must follow the same plans."""
+    if regions.together and loop.peers is not None:
+        with loop.peers.telling():
+            yield
+    else:
+        yield
+
+
+# New plans
+
+
+def _announce(
+    loop: Loop, graph: Graph, compiled: CompiledPlan, context: StepContext, *, several: bool
+) -> None:
+    """Log a new plan, and free the host memory of plans that it supersedes."""
+    compiled.context = context
+    plan = compiled.record
+    held = ", ".join(f"{format_bytes(n)} for {what}" for what, n in plan.beside)
+    LOG.info(
+        "a new plan: peak %s of %s, %s a step%s",
+        format_bytes(plan.counted_bytes),
+        format_bytes(plan.budget_bytes),
+        format_seconds(plan.predicted_s),
+        f"; also held: {held}" if held else "",
+    )
+    # Of several regions each call has a correction.
+    if loop.host is not None and not several and _supersedes(graph, context):
+        loop.host.drop_idle()
+    if loop.on_new is not None:
+        loop.on_new(compiled)
+
+
+def _supersedes(graph: Graph, context: StepContext) -> bool:
+    """Return whether a plan for the same sizes, from before a correction, has host memory."""
+    return any(
+        made_for.sizes == context.sizes
+        and made_for.correction != context.correction
+        and own.arena is not None
+        for made_for, own in graph.calls.plans.items()
+    )

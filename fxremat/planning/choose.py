@@ -1,0 +1,269 @@
+"""The choice of a plan: what a budget means for a graph, and the fastest candidate within it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fxremat.frontend.budget import Budget, TrainingBudget
+from fxremat.graph.graph import Graph
+from fxremat.graph.pool import Pool, below_s, fastest, frontier_over, least_of
+from fxremat.graph.pools import grow_faster, grow_smaller, pools, wants_faster
+from fxremat.graph.shortfall import growth
+from fxremat.planner.candidates import Candidate
+from fxremat.planner.context import StepContext
+from fxremat.planning.usual import usual_loop
+from fxremat.progress import LOG
+from fxremat.report.frontier import Frontier
+
+LEAST = Budget("min")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A candidate that was chosen for a call, and what it was chosen from.
+
+    Attributes:
+        pool: its variant's.
+        candidate: the fastest that keeps to the budget.
+        traced: the pool of the traced variant.
+        budget_bytes: what the candidate keeps to.
+        least_bytes: the least feasible budget.
+        full_bytes: the peak with everything kept.
+        frontier: the least time at every other budget.
+        usual: what later steps of the usual loop hold beyond what this call did.
+        zeros_budget_bytes: the least budget of a loop that sets gradients to zero.
+        forms_left: forms that the effort did not allow to search.
+    """
+
+    pool: Pool
+    candidate: Candidate
+    traced: Pool
+    budget_bytes: int
+    least_bytes: int
+    full_bytes: int
+    frontier: Frontier
+    usual: tuple[tuple[str, int], ...] = ()
+    zeros_budget_bytes: int = 0
+    forms_left: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What steps need in several contexts.
+
+    Attributes:
+        full_bytes: the peak with everything kept.
+        least_bytes: the least budget.
+        first_bytes: the least budget in the first context.
+        most_bytes: the largest least budget of all contexts.
+        pools, context: where ``least_bytes`` is needed.
+    """
+
+    full_bytes: int
+    least_bytes: int
+    first_bytes: int
+    most_bytes: int
+    pools: list[Pool]
+    context: StepContext
+
+
+def choose(
+    graph: Graph, context: StepContext, budget: TrainingBudget, *, least: bool = False
+) -> Chosen:
+    """Return the fastest candidate for a call.
+
+    Further variants are searched only while one of them could still help.
+
+    Args:
+        graph: the captured graph.
+        context: of the call.
+        budget: of the model.
+        least: choose the candidate of the least peak, even above the budget.
+
+    Raises:
+        BudgetError: no candidate fits.
+        CostError: an operation cannot be measured.
+    """
+    limit = LEAST if least else budget.now
+    contexts = (context,) if least else budget_contexts(graph, context, budget)
+    needed = must_fit(graph, budget)
+    found = pools(graph, contexts[0], limit.nbytes, needed=needed)
+    if limit.nbytes is None and not context.region:
+        found = _within_share(graph, contexts, limit, found)
+    needs = needs_in(graph, contexts)
+    budget_bytes = _resolved(graph, budget, limit, needs)
+    for later in contexts[1:]:  # what they need is searched now, not in the middle of a step
+        pools(graph, later, budget_bytes, needed=False)
+    if contexts[0] != context:
+        found = pools(graph, context, budget_bytes, needed=needed)
+    traced, least_bytes = found[0], needs.least_bytes
+    pool, candidate = fastest(found, budget_bytes)
+    while wants_faster(graph, context, traced, candidate.total_s) and grow_faster(
+        graph, context, found, budget_bytes, below_s(found, candidate)
+    ):
+        found = pools(graph, context, budget_bytes, needed=needed)
+        pool, candidate = fastest(found, budget_bytes)
+        least_bytes = needs_in(graph, contexts).least_bytes
+    further, is_one = graph.further, len(contexts) == 1
+    chosen = Chosen(
+        pool,
+        candidate,
+        traced,
+        budget_bytes,
+        least_bytes,
+        full_bytes=traced.full_bytes,
+        frontier=frontier_over(found if is_one else needs.pools),
+        forms_left=len(further.left or ()) if further.spending.is_spent else 0,
+    )
+    if is_one:
+        return chosen
+    before, after = (dict(graph.described(each)) for each in (context, contexts[-1]))
+    return replace(
+        chosen,
+        full_bytes=needs.full_bytes,
+        usual=growth(before, after),
+        zeros_budget_bytes=needs.most_bytes,
+    )
+
+
+def must_fit(graph: Graph, budget: TrainingBudget) -> bool:
+    """Return whether a call must keep to the budget as it is: ``"min"`` grows in later steps."""
+    return not (graph.started and budget.grows)
+
+
+def fits(
+    graph: Graph, context: StepContext, budget: TrainingBudget, *, search: bool = True
+) -> bool:
+    """Return whether a candidate keeps a call to the budget; ``search`` for one where none does."""
+    assert budget.nbytes is not None
+    limit = budget.nbytes if search else None
+    found = pools(graph, context, limit, needed=must_fit(graph, budget))
+    return least_of(found).least_bytes <= budget.nbytes
+
+
+# What budgets are resolved for
+
+
+def budget_contexts(
+    graph: Graph, context: StepContext, budget: TrainingBudget
+) -> tuple[StepContext, ...]:
+    """Return the contexts that a budget is resolved for: the call's, or those of the usual loop.
+
+    A budget must reach the least of the first one. A share, ``"min"`` and the least that a plan
+    names are those of the one of the first two that needs more; an error names the last, too.
+    """
+    if graph.started or not _is_usual(graph, context, budget):
+        return (context,)
+    loop = usual_loop(graph, context)
+    return loop.cleared, loop.between, loop.zeros
+
+
+def usual_context(graph: Graph, context: StepContext, budget: TrainingBudget) -> StepContext:
+    """Return the step of the usual loop that least budgets are of, at a call's sizes."""
+    if not _is_usual(graph, context, budget):
+        return context
+    loop = usual_loop(graph, replace(context, kept_bytes=0))
+    each = (loop.cleared, loop.between)
+    return max(each, key=lambda own: least_of(pools(graph, own, None, run=False)).least_bytes)
+
+
+def _is_usual(graph: Graph, context: StepContext, budget: TrainingBudget) -> bool:
+    return graph.caller.in_flight == 1 and not context.region and budget.usual
+
+
+def needs_in(graph: Graph, contexts: Sequence[StepContext]) -> Needs:
+    """Return what steps need in one context, or in those of :func:`budget_contexts`."""
+    each = [pools(graph, context, None) for context in contexts]
+    full, least = [], []
+    for context, found in zip(contexts, each, strict=True):
+        full.append(all_in_flight(graph, context, found[0].full_bytes))
+        least.append(all_in_flight(graph, context, least_of(found).least_bytes))
+    most = max(range(len(contexts[:2])), key=lambda i: (least[i], full[i]))
+    return Needs(
+        full_bytes=max(full[:2]),
+        least_bytes=least[most],
+        first_bytes=least[0],
+        most_bytes=max(least),
+        pools=each[most],
+        context=contexts[most],
+    )
+
+
+def all_in_flight(graph: Graph, context: StepContext, nbytes: int) -> int:
+    """Return the peak of all steps in flight, where that of one with the others is ``nbytes``."""
+    count = graph.caller.in_flight
+    if count == 1 or context.waiting >= count:
+        return nbytes
+    given_bytes = graph.given_bytes(context)
+    others_bytes = context.waiting_bytes + context.others_bytes
+    alike_bytes = given_bytes - others_bytes + count * (nbytes - given_bytes)
+    return max(nbytes, alike_bytes)  # those that wait may hold more than this one
+
+
+def share_in_flight(graph: Graph, context: StepContext, budget: TrainingBudget) -> StepContext:
+    """Return a context that leaves room for further steps in flight.
+
+    What the budget leaves beyond the model is the same for each of so many steps, so that each may
+    be the next whose backward runs.
+    """
+    count = graph.caller.in_flight
+    if count == 1 or context.waiting >= count:
+        return context
+    given_bytes = graph.given_bytes(context) - context.waiting_bytes
+    if budget.nbytes is None:  # a share of what so many take, or the least of it
+        found = pools(graph, context, None)
+        nbytes = budget.written.bytes_of(
+            full_bytes=all_in_flight(graph, context, found[0].full_bytes),
+            least_bytes=all_in_flight(graph, context, least_of(found).least_bytes),
+        )
+        if graph.peers is not None:
+            nbytes = graph.peers.agree("the budget", int, nbytes, lambda n: max(n.values()))
+        budget.set(nbytes)
+    assert budget.nbytes is not None
+    others_bytes = (count - 1) * ((budget.nbytes - given_bytes) // count)
+    return replace(context, others_bytes=max(0, others_bytes - context.waiting_bytes))
+
+
+def resolve_again(graph: Graph, context: StepContext, budget: TrainingBudget) -> None:
+    """Raise a share, or ``"min"``, to what it means in the context of a call.
+
+    It never becomes less: earlier steps may have taken what it was.
+    """
+    needs = needs_in(graph, (context,))
+    nbytes = budget.written.bytes_of(full_bytes=needs.full_bytes, least_bytes=needs.least_bytes)
+    if nbytes > (budget.nbytes or 0):
+        LOG.info("the budget %r is %d bytes now", budget.written.written, nbytes)
+        budget.set(nbytes)
+
+
+def _resolved(graph: Graph, budget: TrainingBudget, limit: Budget, needs: Needs) -> int:
+    """Return the bytes that a budget means.
+
+    To describe the least peak of a large step takes seconds, and only an error that is raised needs
+    it: a later step grows the budget, or runs with a warning.
+    """
+    raises = not graph.started or (budget.may_raise and not budget.grows)
+    return limit.resolve(
+        full_bytes=needs.full_bytes,
+        least_bytes=needs.least_bytes,
+        first_bytes=needs.first_bytes,
+        most_bytes=needs.most_bytes,
+        needed_by=lambda: least_of(needs.pools).describe_least() if raises else "",
+        beside=graph.described(needs.context),
+        hint="" if budget.accepted else budget.hint,
+    )
+
+
+def _within_share(
+    graph: Graph, contexts: Sequence[StepContext], limit: Budget, found: list[Pool]
+) -> list[Pool]:
+    """Search variants until one fits a budget that is a share or the least."""
+    context = contexts[0]
+    full_bytes = needs_in(graph, contexts).full_bytes
+    nbytes = limit.bytes_of(full_bytes=full_bytes, least_bytes=0)
+    while (least_bytes := least_of(found).least_bytes) > nbytes:
+        if not grow_smaller(graph, context, least_bytes, needed=nbytes > 0):
+            break
+        found = pools(graph, context, None)
+    return found

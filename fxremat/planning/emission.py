@@ -1,0 +1,261 @@
+"""From a candidate, or a saved plan, to the functions that AOTAutograd runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fxremat.errors import PlanError, ScheduleError
+from fxremat.frontend.record import record_memory
+from fxremat.graph.compiled_plan import CompiledPlan, code_of
+from fxremat.graph.graph import Graph
+from fxremat.ir import TRACED, Decision, Lane, Move, Origin
+from fxremat.ir.schedule import decoded
+from fxremat.passes.emit.code import Emitted
+from fxremat.passes.emit.program import Program, shifted
+from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
+from fxremat.passes.fuse.unit import Unit
+from fxremat.passes.joint.sizes import Sizes, Values
+from fxremat.passes.split.parts import Parts
+from fxremat.passes.stages.block import BlockCache, Mode
+from fxremat.passes.stages.linearize import Line
+from fxremat.planner.candidates import Evaluation
+from fxremat.planner.context import StepContext
+from fxremat.planner.evaluator import carried_out
+from fxremat.planner.overlap import may_overlap, overlap_within
+from fxremat.planner.transfers import HostMemory
+from fxremat.planning.choose import Chosen
+from fxremat.report.facts import Fused
+from fxremat.report.memory import Kind, Outline, StepMemory
+from fxremat.report.plan import Plan
+from fxremat.runtime.arena import Arena
+from fxremat.runtime.slots import assign_slots
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The emitted functions of a program, and the host memory that they use."""
+
+    forward: Emitted
+    backward: Emitted
+    recomputes: bool
+    arena: Arena | None
+
+    def followed(self, record: Plan, sizes: Sizes) -> CompiledPlan:
+        """Return a plan in use."""
+        return CompiledPlan(record, self.forward, self.backward, sizes, self.recomputes, self.arena)
+
+
+def _write(
+    program: Program,
+    peaks_bytes: Sequence[int],
+    moves: tuple[Move, ...],
+    modules: BlockModules,
+    *,
+    host: HostMemory | None,
+    sizes: Values = (),
+) -> _Written:
+    """Emit a program.
+
+    Args:
+        program: the operations of the step.
+        peaks_bytes: peak of each of its calls, for people.
+        moves: storages that travel.
+        modules: blocks that were emitted before; new ones are added.
+        host: memory to which storages travel.
+        sizes: numbers of the symbols; empty: those of the capture.
+
+    Raises:
+        HostMemoryError: the memory to which ``moves`` lead is not available.
+    """
+    arena, travel = None, None
+    if host is not None and moves:
+        # All are on the host at the loss point.
+        slots, total_bytes = assign_slots([m.nbytes for m in moves])
+        if host.link is None:  # else the graphs are never run
+            device = program.line.joint.device
+            arena = Arena(total_bytes, device=device, host_dir=host.folder, limit=host.limit)
+        offsets = dict(zip((m.storage for m in moves), slots, strict=True))
+        travel = Travel(moves, offsets, total_bytes, arena.id if arena else 0)
+    forward, backward = rewrite(program, peaks_bytes, modules, travel)
+    known = program.line.joint.sizes
+    if sizes != known.hints and sizes:
+        names = {**known.named(sizes), **(travel.names() if travel else {})}
+        forward, backward = forward.at(names), backward.at(names)
+    blocks = (call.block for call in program.calls)
+    recomputes = any(block.mode is Mode.AGAIN or block.again for block in blocks)
+    return _Written(forward, backward, recomputes, arena)
+
+
+def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> CompiledPlan:
+    """Write the functions of a chosen candidate, and the plan that describes them.
+
+    The step's memory, and how near the plan comes to any other, are computed when somebody asks for
+    them.
+
+    Args:
+        graph: the captured graph.
+        context: of the call.
+        chosen: the candidate, and what it was chosen from.
+        origin: what the plan holds for.
+
+    Raises:
+        HostMemoryError: the memory to which storages travel is not available.
+    """
+    pool, candidate, traced = chosen.pool, chosen.candidate, chosen.traced
+    search, baseline, host = pool.search, traced.baseline, graph.options.host
+    line, held, budget_bytes = search.measured.line, pool.held, chosen.budget_bytes
+    overlapped = overlap_within(
+        search,
+        candidate,
+        link=pool.transfers.link if pool.transfers else None,
+        budget_bytes=budget_bytes,
+        allowed=may_overlap(held.device),
+    )
+    program, candidate, taken = overlapped.program, overlapped.candidate, overlapped.allocated
+    evaluation, decision = overlapped.evaluation, search.evaluator.decision(candidate)
+    written = _write(
+        program, evaluation.peaks_bytes, candidate.moves, graph.modules, host=host,
+        sizes=context.sizes,
+    )  # fmt: skip
+    compiled = written.followed(
+        Plan(
+            budget_bytes=budget_bytes,
+            least_budget_bytes=chosen.least_bytes,
+            predicted_peak_bytes=taken.allocated_bytes,
+            predicted_reserved_bytes=taken.reserved_bytes,
+            predicted_held_bytes=evaluation.peak_bytes,
+            predicted_s=candidate.total_s,
+            baseline_peak_bytes=chosen.full_bytes,
+            baseline_s=baseline.total_s,
+            lower_bound_s=min(baseline.total_s, candidate.total_s),
+            local_search_s=0.0 if host else search.gained_s(budget_bytes),
+            host_bytes=candidate.host_bytes,
+            schedule=decoded(candidate.codes),
+            held_bytes=_held_bytes(line, decision),
+            timeline=overlapped.timeline,
+            chain=search.chain,
+            costs=search.costs,
+            frontier=chosen.frontier,
+            forward_code=code_of(written.forward),
+            backward_code=code_of(written.backward),
+            branch_ends=line.segments.ends,
+            form=pool.form,
+            budget_on=search.allocations.budget_on,
+            decision=decision,
+            origin=origin,
+            beside=graph.described(context),
+            sizes=tuple(zip(line.joint.sizes.names, context.sizes, strict=True)),
+            fused=_fused(program, context.sizes),
+            waiting_bytes=evaluation.turn_bytes - held.given_bytes - held.loss_point_bytes,
+            measured=pool.costs,
+            usual=chosen.usual,
+            zeros_budget_bytes=chosen.zeros_budget_bytes,
+            forms_left=chosen.forms_left,
+        ),
+        graph.sizes,
+    )
+    memory = partial(
+        record_memory,
+        program,
+        held,
+        search.allocations.footprints,
+        candidate.moves,
+        roles=graph.roles,
+        beside={
+            Kind.GRADIENTS: sum(context.gradient_bytes(graph.joint)),
+            Kind.OPTIMIZER: graph.optimizer_bytes + context.state_bytes,
+            Kind.RESERVE: graph.caller.reserve_bytes,
+        },
+    )
+    # The bound is one of recomputation alone, of the operations as they were traced.
+    bound = search.bound(budget_bytes) if pool.form == TRACED and not host else None
+    kept = partial(traced.search.evaluator.evaluation, baseline)
+    compiled.complete = partial(
+        _completed, record=memory, bound=bound, kept=kept, total_s=candidate.total_s
+    )
+    compiled.context = context
+    return compiled
+
+
+def _completed(
+    plan: Plan,
+    *,
+    record: Callable[[], StepMemory],
+    bound: Callable[[], float] | None,
+    kept: Callable[[], Evaluation],
+    total_s: float,
+) -> Plan:
+    """``plan``, whose calls take ``total_s``, with what takes long to find."""
+    if bound is not None:
+        plan = replace(plan, lower_bound_s=min(bound(), total_s))
+    found = kept()
+    baseline = Outline(found.seconds, found.peaks_bytes, found.turn, found.turn_bytes)
+    return replace(plan, memory=record(), kept=baseline)
+
+
+def _fused(program: Program, values: Values) -> tuple[Fused, ...]:
+    """The units, and runs in parts, that a step calls, as it meets them."""
+    targets = (node.target for call in program.calls for node in call.block.nodes)
+    count = Counter(target for target in targets if isinstance(target, (Unit, Parts)))
+    sizes = program.line.joint.sizes.named(values)
+
+    def parts_of(own: Unit | Parts) -> int:
+        return own.count(sizes) if isinstance(own, Parts) else 1
+
+    return tuple(
+        Fused(own.__name__, own.operations, calls, parts_of(own)) for own, calls in count.items()
+    )
+
+
+def _held_bytes(line: Line, decision: Decision) -> tuple[int, ...]:
+    table, held, nodes = line.joint.storages, dict(decision.held), line.nodes
+    each = ([nodes[i] for i in held.get(stage, ())] for stage in range(len(line.stages)))
+    return tuple(table.total(table.of(own)) for own in each)
+
+
+def follow(plan: Plan, graph: Graph, blocks: BlockCache, context: StepContext) -> CompiledPlan:
+    """Emit the functions of a saved plan.
+
+    Raises:
+        PlanError: they are not those that the plan holds.
+        HostMemoryError: the host memory is not available.
+    """
+    compiled = carry_out(plan, graph, blocks, context)
+    code = compiled.forward_code, compiled.backward_code
+    if code != (plan.forward_code, plan.backward_code):
+        compiled.close()
+        raise _unlike(plan)
+    return compiled
+
+
+def carry_out(plan: Plan, graph: Graph, blocks: BlockCache, context: StepContext) -> CompiledPlan:
+    """Emit what a plan decides, of this graph or of one that differs in its constants only.
+
+    Raises:
+        PlanError: the plan is of another graph.
+        HostMemoryError: the host memory is not available.
+    """
+    line, decision = blocks.line, plan.decision
+    peaks = [event.peak_bytes for event in plan.timeline.events if event.lane is Lane.COMPUTE]
+    try:
+        program = carried_out(line, blocks, plan.schedule, decision)
+        program = replace(program, calls=shifted(program.calls, line, decision.shifts))
+        sizes = tuple(number for _, number in plan.sizes)
+        written = _write(
+            program, peaks, decision.moves, graph.modules, host=graph.options.host, sizes=sizes
+        )
+    except (LookupError, ScheduleError) as error:
+        raise _unlike(plan) from error
+    compiled = written.followed(plan, graph.sizes)
+    compiled.context = context
+    return compiled
+
+
+def _unlike(plan: Plan) -> PlanError:
+    return PlanError(
+        f"the plan for {plan.budget_bytes} bytes does not lead to the code that it holds: it was "
+        "changed, or written by another fxremat. Leave plan= out to plan again, and save that plan"
+    )
