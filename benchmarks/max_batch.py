@@ -19,7 +19,7 @@ from torch import Tensor
 import fxremat
 from benchmarks.common import save, show
 from benchmarks.rows import Row
-from fxremat.frontend import batches
+from fxremat.sizing import max_batch as batches
 from fxremat.units import format_bytes
 from tests.models import ZOO, ZooModel
 from tests.sized import fresh, tensors_in

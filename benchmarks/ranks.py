@@ -16,10 +16,10 @@ from typing import Any
 from torch import distributed
 
 from benchmarks.common import save, show
-from fxremat.frontend.agreed import agreed_costs
-from fxremat.frontend.ranks import Peers
 from fxremat.ir import Origin, RecordedCosts, StageSeconds
 from fxremat.planner.context_bytes import ContextBytes
+from fxremat.ranks.combine import agreed_costs
+from fxremat.ranks.peers import Peers
 from fxremat.torch_compat import SharedStore
 
 COUNTS = (2, 8, 32, 128, 512, 1000)

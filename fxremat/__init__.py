@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
     from fxremat.api import compile, estimate, frontier, max_batch, plan
+    from fxremat.capture.sample import Sample
     from fxremat.costs.devices import Device
     from fxremat.costs.measure import StepMeasurement, measure_step
     from fxremat.errors import (
@@ -33,11 +34,10 @@ if TYPE_CHECKING:
         SizesError,
         TransferError,
     )
-    from fxremat.frontend.arguments import Options
-    from fxremat.frontend.backend import backend, plan_of
-    from fxremat.frontend.compiled import CompiledModule
-    from fxremat.frontend.ranks import Ranks
-    from fxremat.frontend.sample import Sample
+    from fxremat.module.backend import backend, plan_of
+    from fxremat.module.compiled import CompiledModule
+    from fxremat.options.arguments import Options
+    from fxremat.ranks.peers import Ranks
     from fxremat.report.estimate import Estimate
     from fxremat.report.frontier import Batches, BatchPoint, Frontier
     from fxremat.report.plan import Plan, StepPlan
@@ -47,11 +47,11 @@ _NAMES = {
     "api": ("compile", "estimate", "frontier", "max_batch", "plan"),
     "costs.devices": ("Device",),
     "costs.measure": ("StepMeasurement", "measure_step"),
-    "frontend.arguments": ("Options",),
-    "frontend.backend": ("backend", "plan_of"),
-    "frontend.compiled": ("CompiledModule",),
-    "frontend.ranks": ("Ranks",),
-    "frontend.sample": ("Sample",),
+    "options.arguments": ("Options",),
+    "module.backend": ("backend", "plan_of"),
+    "module.compiled": ("CompiledModule",),
+    "ranks.peers": ("Ranks",),
+    "capture.sample": ("Sample",),
     "report.estimate": ("Estimate",),
     "report.frontier": ("BatchPoint", "Batches", "Frontier"),
     "report.plan": ("Plan", "StepPlan"),

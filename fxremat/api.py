@@ -11,9 +11,16 @@ import torch
 from torch import nn
 
 from fxremat import torch_compat
+from fxremat.capture.isolation import generators_restored, in_training
+from fxremat.capture.sample import Sample, check_gradients
 from fxremat.costs.devices import Device, read_device
 from fxremat.errors import ArgumentError, BudgetError, SizesError
-from fxremat.frontend.arguments import (
+from fxremat.graph.pool import frontier_over
+from fxremat.graph.pools import all_pools
+from fxremat.loop.optimizer_state import check_optimizers
+from fxremat.module.compiled import CompiledModule, compiled, original_of
+from fxremat.module.verify import check_verifiable, cross_checked, refuse_check, verified
+from fxremat.options.arguments import (
     Arguments,
     Assume,
     Executor,
@@ -24,25 +31,18 @@ from fxremat.frontend.arguments import (
     read_model,
     read_plan,
 )
-from fxremat.frontend.batches import Batching, Dim, read_dims, read_most
-from fxremat.frontend.budget import Budget, Readable
-from fxremat.frontend.checks import check_verifiable, cross_checked, refuse_check, verified
-from fxremat.frontend.compiled import CompiledModule, compiled, original_of
-from fxremat.frontend.estimate import Asked, estimate_step
-from fxremat.frontend.losses import Loss
-from fxremat.frontend.ranks import Peers, Ranks
-from fxremat.frontend.sample import Sample, check_gradients
-from fxremat.frontend.untouched import generators_restored, in_training
-from fxremat.graph.pool import frontier_over
-from fxremat.graph.pools import all_pools
-from fxremat.loop.optimizer_state import check_optimizers
+from fxremat.options.budget import Budget, Readable
+from fxremat.options.loss import Loss
 from fxremat.planner.search import DEFAULT_GENERATORS
 from fxremat.planning.choose import usual_context
 from fxremat.progress import shown
+from fxremat.ranks.peers import Peers, Ranks
 from fxremat.report.estimate import Estimate
 from fxremat.report.frontier import Batches, Frontier
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
+from fxremat.sizing.estimate import Asked, estimate_step
+from fxremat.sizing.max_batch import Batching, Dim, read_dims, read_most
 from fxremat.units import Counted
 
 

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map
 
 import fxremat
 from benchmarks.devices import deterministic_kernels, forget, math_attention
-from fxremat.frontend.compiled import CompiledModule
 from fxremat.ir import Copy
+from fxremat.module.compiled import CompiledModule
 from tests.models import ZooModel
 from tests.models.gpt import GPTConfig, gpt_entry
 from tests.models.images import image_entry

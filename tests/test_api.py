@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.frontend.arguments import MOST_BYTES
+from fxremat.options.arguments import MOST_BYTES
 from tests.models.bits import assert_bitwise_equal
 
 

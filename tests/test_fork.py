@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.errors import TransferError
-from fxremat.frontend.compiled import CompiledModule
+from fxremat.module.compiled import CompiledModule
 from fxremat.runtime import streams
 from fxremat.runtime.arena import Arena, HostLimit, lease_of
 from tests.fake_streams import fake_device

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.frontend.compiled import CompiledModule
+from fxremat.module.compiled import CompiledModule
 from fxremat.runtime.arena import Arena, HostLimit
 from tests.moving import CPU, bits, ops, there_and_back
 

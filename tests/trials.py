@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import fxremat
-from fxremat.frontend.compiled import CompiledModule
 from fxremat.ir import Forward
+from fxremat.module.compiled import CompiledModule
 from fxremat.report.plan import Plan
 from tests.harness import ask_input_gradients
 from tests.models import ZOO, ZooModel

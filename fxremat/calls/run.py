@@ -25,7 +25,6 @@ from fxremat.calls.learn import (
     saw_tangents,
 )
 from fxremat.calls.plans import plan_at, refuse_changed_bits
-from fxremat.frontend.agreed import AGREED, agreed_corrections
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.graph import Graph
 from fxremat.graph.shortfall import warn_counted
@@ -37,6 +36,7 @@ from fxremat.passes.split.beside import computed_anew
 from fxremat.passes.split.parts import Parts
 from fxremat.planner.context import StepContext
 from fxremat.planning.planner import first_plan
+from fxremat.ranks.combine import AGREED, agreed_corrections
 from fxremat.regions.regions import Regions
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph

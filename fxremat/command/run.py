@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from fxremat import api
+from fxremat.capture.sample import Sample, call_without_data
 from fxremat.command import FITS, LIBRARY, TOO_LARGE
 from fxremat.errors import refuse
-from fxremat.frontend.losses import returned_loss
-from fxremat.frontend.sample import Sample, call_without_data
+from fxremat.options.loss import returned_loss
 from fxremat.progress import shown
 from fxremat.report.plan import Plan
 

@@ -15,12 +15,13 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.calls.run import abandon, begin, end_forward, plan_first_call, run_backward
 from fxremat.errors import BackwardError, CaptureError, SizesError
-from fxremat.frontend.ranks import Peers
 from fxremat.graph.forms import PlanOptions
 from fxremat.graph.graph import Graph
+from fxremat.graph.signature import results_of
 from fxremat.loop.optimizer_state import counted_state
 from fxremat.planner.context_bytes import Caller
 from fxremat.progress import LOG
+from fxremat.ranks.peers import Peers
 from fxremat.regions.warnings import NOT_CAPTURED
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.steps import Step, latest_step
@@ -211,21 +212,6 @@ def _caller(training: Training, gradients: list[torch.Tensor]) -> Caller:
         if training.graphs:
             first = training.graphs[0].caller.outputs_bytes
     return replace(caller, resident=loop.call.resident(), outputs_bytes=first)
-
-
-def results_of(joint: fx.GraphModule, output_count: int) -> tuple[int, ...]:
-    """Let the backward of ``joint`` have a result for each primal; places of those that it had.
-
-    Raises:
-        CaptureError: they cannot be told apart.
-    """
-    places = torch_compat.spread_results(joint, forward_output_count=output_count)
-    if places is None:
-        raise CaptureError(
-            "an operation has effects that are ordered, such as printing: fxremat plans graphs "
-            "whose operations may run in another order. Take it out of the forward"
-        )
-    return places
 
 
 def _there(reference: Callable[[], Training | None]) -> Training:

@@ -185,7 +185,7 @@ def _is_ours(found: object) -> bool:
     return isinstance(found, Backend) or getattr(found, "__module__", "") == _BY_NAME
 
 
-_BY_NAME = "fxremat.frontend.backend"
+_BY_NAME = "fxremat.module.backend"
 
 
 def _training_of(backend: object) -> Training | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from fxremat.frontend.arguments import Split
 from fxremat.graph.spending import Spending
 from fxremat.ir import Form
+from fxremat.options.arguments import Split
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.split.beside import parts_of

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.cache.folder import Store, key_of, origin_of_costs
 from fxremat.costs.bits import other_bits
 from fxremat.costs.cache import cost_cache
 from fxremat.costs.causal import CausalMasks
@@ -21,14 +22,11 @@ from fxremat.costs.roofline import aside_bytes, estimate_line
 from fxremat.costs.scaled import ScaledCosts, with_workspaces
 from fxremat.costs.tuning import tune_kernels
 from fxremat.errors import ArgumentError, CaptureError, CostError, PlanError
-from fxremat.frontend.agreed import agreed_costs, agreed_speeds
-from fxremat.frontend.ranks import Peers
-from fxremat.frontend.record import roles_of
-from fxremat.frontend.store import Store, key_of, origin_of_costs
 from fxremat.graph.calls import Calls
 from fxremat.graph.dimensions import Dimension, dimensions_of
 from fxremat.graph.feedback import Feedback
 from fxremat.graph.forms import NO_OPTIONS, FurtherForms, PlanOptions, large_in, room_bytes, way_of
+from fxremat.graph.memory_record import roles_of
 from fxremat.graph.signature import Signature
 from fxremat.graph.spending import Spending
 from fxremat.graph.variant import Variant
@@ -62,6 +60,8 @@ from fxremat.planner.context_bytes import (
     settled,
 )
 from fxremat.progress import LOG, Progress, silent
+from fxremat.ranks.combine import agreed_costs, agreed_speeds
+from fxremat.ranks.peers import Peers
 from fxremat.report.memory import Kind
 from fxremat.runtime.expected import Expected
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxremat.costs.cost import Measured
-from fxremat.frontend.record import describe_peak
+from fxremat.graph.memory_record import describe_peak
 from fxremat.ir import Form, RecordedCosts
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context_bytes import ContextBytes

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from fxremat import torch_compat
+from fxremat.cache.folder import key_of
 from fxremat.costs.bandwidth import know_link, link_key, measure_link
 from fxremat.errors import CostError
-from fxremat.frontend.store import key_of
 from fxremat.graph.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool, least_of

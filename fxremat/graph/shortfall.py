@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, BudgetWarning
-from fxremat.frontend.budget import TrainingBudget
+from fxremat.options.budget import TrainingBudget
 from fxremat.units import format_bytes
 
 TOLERATED_BYTES = 512

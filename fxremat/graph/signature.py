@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.errors import CaptureError
 from fxremat.passes.joint.sizes import layouts_of
 
 
@@ -62,3 +63,18 @@ class Signature:
                 for layout in layouts_of(node)
             ),
         )
+
+
+def results_of(joint: fx.GraphModule, output_count: int) -> tuple[int, ...]:
+    """Let the backward of ``joint`` have a result for each primal; places of those that it had.
+
+    Raises:
+        CaptureError: they cannot be told apart.
+    """
+    places = torch_compat.spread_results(joint, forward_output_count=output_count)
+    if places is None:
+        raise CaptureError(
+            "an operation has effects that are ordered, such as printing: fxremat plans graphs "
+            "whose operations may run in another order. Take it out of the forward"
+        )
+    return places

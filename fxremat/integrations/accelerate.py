@@ -9,8 +9,8 @@ from torch import nn
 
 from fxremat import api
 from fxremat.errors import ArgumentError
-from fxremat.frontend.budget import Readable
-from fxremat.frontend.compiled import CompiledModule
+from fxremat.module.compiled import CompiledModule
+from fxremat.options.budget import Readable
 
 try:
     from accelerate import Accelerator

@@ -16,9 +16,9 @@ from torch import nn
 from fxremat import api, torch_compat
 from fxremat.costs.measure import device_of
 from fxremat.errors import ArgumentError, FxrematError, PlanError
-from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.budget import Readable
-from fxremat.frontend.compiled import CompiledModule
+from fxremat.module.compiled import CompiledModule
+from fxremat.options.arguments import Arguments
+from fxremat.options.budget import Readable
 
 
 def check_options(budget: Readable | None, options: Mapping[str, Any]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fxremat.errors import ArgumentError
-from fxremat.frontend.budget import Readable
-from fxremat.frontend.compiled import CompiledModule
 from fxremat.integrations.in_place import InPlace, check_options
+from fxremat.module.compiled import CompiledModule
+from fxremat.options.budget import Readable
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

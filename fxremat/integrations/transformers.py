@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from fxremat.errors import ArgumentError
-from fxremat.frontend.arguments import Options
-from fxremat.frontend.budget import Readable
-from fxremat.frontend.compiled import CompiledModule
 from fxremat.integrations.in_place import InPlace, check_options
+from fxremat.module.compiled import CompiledModule
+from fxremat.options.arguments import Options
+from fxremat.options.budget import Readable
 
 try:
     from accelerate.state import AcceleratorState

@@ -15,15 +15,15 @@ from torch import nn
 from fxremat import torch_compat
 from fxremat.costs.execute import HeldBytes
 from fxremat.costs.workspaces import library_workspaces
-from fxremat.frontend.budget import TrainingBudget
-from fxremat.frontend.ranks import Peers
 from fxremat.graph.shortfall import excess_bytes, warn_of_measuring
 from fxremat.loop.comparison import Comparison
 from fxremat.loop.optimizer_state import StateBytes, counted_state
 from fxremat.loop.optimizers import Optimizers
 from fxremat.loop.outside import Outside
+from fxremat.options.budget import TrainingBudget
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.context_bytes import Caller, spread_gradient_bytes
+from fxremat.ranks.peers import Peers
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.profile import Watcher
 from fxremat.runtime.steps import InFlight

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fxremat import torch_compat
+from fxremat.capture.sample import Sample
 from fxremat.errors import ArgumentError
-from fxremat.frontend.arguments import Optimizer
-from fxremat.frontend.sample import Sample
+from fxremat.options.arguments import Optimizer
 from fxremat.passes.joint.graph import allocated_bytes
 
 SMALL = 1 << 14

@@ -12,8 +12,8 @@ from time import perf_counter
 import torch
 
 from fxremat import torch_compat
-from fxremat.frontend.budget import TrainingBudget
 from fxremat.graph.shortfall import excess_bytes, warn
+from fxremat.options.budget import TrainingBudget
 from fxremat.planner.context_bytes import SCALARS
 from fxremat.runtime.profile import WATCH_EVERY
 from fxremat.runtime.steps import SCALAR_BYTES

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool, below_s, fastest, frontier_over, least_of
 from fxremat.graph.pools import grow_faster, grow_smaller, pools, wants_faster
 from fxremat.graph.shortfall import growth
+from fxremat.options.budget import Budget, TrainingBudget
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import StepContext
 from fxremat.planning.usual import usual_loop

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fxremat.errors import PlanError, ScheduleError
-from fxremat.frontend.record import record_memory
 from fxremat.graph.compiled_plan import CompiledPlan, code_of
 from fxremat.graph.graph import Graph
+from fxremat.graph.memory_record import record_memory
 from fxremat.ir import TRACED, Decision, Lane, Move, Origin
 from fxremat.ir.schedule import decoded
 from fxremat.passes.emit.code import Emitted

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from fxremat.errors import BudgetError
-from fxremat.frontend.budget import TrainingBudget
 from fxremat.graph.dimensions import (
     MOST_SIZE,
     Dimension,
@@ -24,6 +23,7 @@ from fxremat.graph.pools import (
     least_bytes_from_scratch,
     rough_least_bytes,
 )
+from fxremat.options.budget import TrainingBudget
 from fxremat.planner.context import StepContext
 
 MOST_GUESSED = 12

@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from fxremat.cache.folder import differences, key_of, origin_of_plan, version_of
 from fxremat.errors import BudgetError, CostError, PlanError
-from fxremat.frontend.agreed import agreed_context, agreed_graphs, agreed_link
-from fxremat.frontend.budget import TrainingBudget
-from fxremat.frontend.store import differences, key_of, origin_of_plan, version_of
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.dimensions import arguments_of
 from fxremat.graph.graph import Graph
@@ -24,12 +22,14 @@ from fxremat.graph.pools import (
 from fxremat.graph.shortfall import Shortfall
 from fxremat.graph.variant import Variant
 from fxremat.ir import Origin
+from fxremat.options.budget import TrainingBudget
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.planner.context import StepContext
 from fxremat.planning.choose import LEAST, budget_contexts, choose, usual_context
 from fxremat.planning.emission import carry_out, emit, follow
 from fxremat.planning.largest_size import advised
 from fxremat.progress import LOG, WRITE
+from fxremat.ranks.combine import agreed_context, agreed_graphs, agreed_link
 from fxremat.report.plan import Plan
 from fxremat.units import format_bytes
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxremat.errors import CostError
-from fxremat.frontend.agreed import Chosen
-from fxremat.frontend.budget import Budget
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool
 from fxremat.graph.pools import least_bytes, search_again
+from fxremat.options.budget import Budget
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import Correction, StepContext
 from fxremat.progress import LOG
+from fxremat.ranks.combine import Chosen
 from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes

@@ -23,8 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, CostError
-from fxremat.frontend.agreed import AGREED, Chosen
-from fxremat.frontend.ranks import Peers
 from fxremat.graph.graph import Graph
 from fxremat.graph.pools import grow, least_bytes
 from fxremat.graph.shortfall import user_line, warn_counted
@@ -32,6 +30,8 @@ from fxremat.loop.loop import Loop
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
 from fxremat.planner.context_bytes import SCALARS
 from fxremat.planning.choose import must_fit
+from fxremat.ranks.combine import AGREED, Chosen
+from fxremat.ranks.peers import Peers
 from fxremat.regions.call_trace import Walk, between, seen_profiles
 from fxremat.regions.joint_choice import (
     alone,

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any
 
-from fxremat.frontend.agreed import Seen, agreed_profiles, agreed_step
-from fxremat.frontend.ranks import Peers
 from fxremat.graph.graph import Graph
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import Correction, StepContext
+from fxremat.ranks.combine import Seen, agreed_profiles, agreed_step
+from fxremat.ranks.peers import Peers
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.solvers.knapsack import Call, Choice, peak_bytes
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, CaptureError, GraphBreakWarning
-from fxremat.frontend.budget import TrainingBudget
 from fxremat.graph.shortfall import excess_bytes, warn
+from fxremat.options.budget import TrainingBudget
 from fxremat.regions.call_trace import Walk
 from fxremat.regions.step_profiles import KnownStep
 from fxremat.units import format_bytes, format_seconds, plural

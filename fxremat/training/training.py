@@ -11,20 +11,20 @@ from types import CodeType
 import torch
 from torch import nn
 
+from fxremat.cache.folder import Store
 from fxremat.calls.plans import record_of
 from fxremat.errors import CaptureError, PlanError
-from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.budget import TrainingBudget
-from fxremat.frontend.ranks import Peers
-from fxremat.frontend.store import Store
-from fxremat.frontend.surplus import LossNeeds
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.graph import Graph
 from fxremat.loop.comparison import Comparison
 from fxremat.loop.loop import Loop
 from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
+from fxremat.options.arguments import Arguments
+from fxremat.options.budget import TrainingBudget
+from fxremat.options.measured_needs import LossNeeds
 from fxremat.planner.context_bytes import Caller
 from fxremat.progress import Progress, silent
+from fxremat.ranks.peers import Peers
 from fxremat.regions.regions import Regions
 from fxremat.report.plan import Plan
 

@@ -15,7 +15,11 @@ import torch
 
 import fxremat
 from fxremat.errors import ArgumentError, BudgetError, PlanError, RankError
-from fxremat.frontend.agreed import (
+from fxremat.ir import MeasuredLink, Origin, RecordedCosts, StageSeconds
+from fxremat.options.arguments import Arguments
+from fxremat.planner.context import Correction
+from fxremat.planner.context_bytes import ContextBytes
+from fxremat.ranks.combine import (
     Seen,
     agreed_arguments,
     agreed_context,
@@ -26,11 +30,7 @@ from fxremat.frontend.agreed import (
     agreed_profiles,
     agreed_step,
 )
-from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.ranks import Peers, Ranks
-from fxremat.ir import MeasuredLink, Origin, RecordedCosts, StageSeconds
-from fxremat.planner.context import Correction
-from fxremat.planner.context_bytes import ContextBytes
+from fxremat.ranks.peers import Peers, Ranks
 from fxremat.torch_compat import SharedStore
 
 MEMBERS = (3, 5, 8)

@@ -15,7 +15,7 @@ from torch import nn
 
 import fxremat
 from fxremat.errors import ArgumentError, BudgetError, FxrematError
-from fxremat.frontend.arguments import BACKEND_OPTIONS, MOST_BYTES, Arguments, read_model
+from fxremat.options.arguments import BACKEND_OPTIONS, MOST_BYTES, Arguments, read_model
 
 
 def refused(argument: str, value: Any, **others: Any) -> ArgumentError:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxremat
-from fxremat.frontend.sample import Sample
-from fxremat.frontend.without_data import FakeCopies, capture
+from fxremat.capture.sample import Sample
+from fxremat.sizing.fake import FakeCopies, capture
 
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fxremat.errors import BudgetError
-from fxremat.frontend.budget import Budget, TrainingBudget
+from fxremat.options.budget import Budget, TrainingBudget
 
 FULL, LEAST = 1000, 300
 

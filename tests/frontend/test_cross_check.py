@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.frontend.checks import MOST_STAGES, cross_checked
 from fxremat.ir import Infeasible, Problem, Solved
+from fxremat.module.verify import MOST_STAGES, cross_checked
 from fxremat.report.facts import CrossCheck
 from fxremat.report.plan import Plan
 from fxremat.units import format_bytes
@@ -104,6 +104,6 @@ def test_what_it_cannot_check_is_refused_at_once(options: dict[str, object], arg
 
 
 def test_without_ortools_it_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fxremat.frontend.checks.find", lambda _: None)
+    monkeypatch.setattr("fxremat.module.verify.find", lambda _: None)
     with pytest.raises(fxremat.ArgumentError, match="pip install ortools"):
         fxremat.plan(*model_and_sample(), "min", check=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 from fxremat import torch_compat
 from fxremat.errors import SampleError
-from fxremat.frontend.without_data import FakeCopies
+from fxremat.sizing.fake import FakeCopies
 
 
 @pytest.mark.parametrize("where", ["cpu", "meta"])

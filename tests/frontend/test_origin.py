@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import fxremat
+from fxremat.cache.folder import key_of
 from fxremat.errors import PlanError
-from fxremat.frontend.store import key_of
 from tests.frontend.test_emission import SAMPLE, model
 from tests.plans import everything_kept, plan_of
 

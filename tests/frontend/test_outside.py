@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fxremat.errors import BudgetWarning
-from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.loop import outside
 from fxremat.loop.outside import Outside
+from fxremat.options.budget import Budget, TrainingBudget
 from fxremat.runtime.profile import WATCH_EVERY
 from fxremat.torch_compat import storage_key
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from fxremat.errors import BudgetError
-from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.forms import PlanOptions
 from fxremat.graph.graph import Graph
 from fxremat.graph.pools import least_bytes, rough_least_bytes
 from fxremat.ir import Backward, Forward, Keep
 from fxremat.ir.schedule import decoded
+from fxremat.options.budget import Budget, TrainingBudget
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import Caller

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.errors import BudgetError, BudgetWarning
-from fxremat.frontend.compiled import CompiledModule
 from fxremat.graph import calls
+from fxremat.module.compiled import CompiledModule
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.planner.bound import Relaxation
 from fxremat.planner.context import StepContext

@@ -27,7 +27,7 @@ from fxremat.errors import (
     CaptureError,
     GraphBreakWarning,
 )
-from fxremat.frontend.backend import _compilers
+from fxremat.module.backend import _compilers
 from tests.models.zoo import seeded
 
 LAYERS, ROWS, WIDTH = 12, 256, 64

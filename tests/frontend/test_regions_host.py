@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.errors import BudgetError, BudgetWarning, TransferError
-from fxremat.frontend.compiled import CompiledModule
+from fxremat.module.compiled import CompiledModule
 from fxremat.runtime.arena import HostLimit
 from tests.frontend.test_regions import (
     BREAKS,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.capture.sample import Sample, call_without_data, check_sample
 from fxremat.errors import CaptureError, NoGradientError, SampleError
-from fxremat.frontend.sample import Sample, call_without_data, check_sample
 
 X = torch.ones(4, 3)
 

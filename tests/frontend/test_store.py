@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fxremat.frontend import store as module
-from fxremat.frontend.store import Store
+from fxremat.cache import folder as module
+from fxremat.cache.folder import Store
 from fxremat.ir import Storage
 
 KEY = "k" * 64

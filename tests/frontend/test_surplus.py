@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.frontend.outputs import Unused
-from fxremat.frontend.surplus import needs_of_loss
+from fxremat.capture.unused_outputs import Unused
+from fxremat.options.measured_needs import needs_of_loss
 
 
 def test_a_loss_is_measured_on_made_up_outputs():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.frontend.untouched import attributes_replaced, generators_restored
+from fxremat.capture.isolation import attributes_replaced, generators_restored
 
 
 class Counting(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.frontend.arguments import Arguments
+from fxremat.options.arguments import Arguments
 
 NEVER_TEXT = {"model", "sample", "target", "regions", "ranks", "generators"}
 OTHERS: dict[str, Any] = {

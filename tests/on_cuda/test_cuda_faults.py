@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fxremat
 from fxremat import torch_compat
 from fxremat.costs import bandwidth, cache, workspaces
-from fxremat.frontend.arguments import Split
+from fxremat.options.arguments import Split
 from fxremat.runtime import streams
 from fxremat.runtime.arena import Arena
 from tests.models.bits import assert_bitwise_equal

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxremat
 from fxremat import torch_compat
 from fxremat.errors import BudgetWarning
-from fxremat.frontend.compiled import CompiledModule
+from fxremat.module.compiled import CompiledModule
 from fxremat.runtime.profile import MemoryProfile, Watcher
 from tests.models.zoo import seeded
 

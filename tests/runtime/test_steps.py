@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fxremat
 from fxremat import torch_compat
 from fxremat.errors import BackwardError
-from fxremat.frontend.compiled import CompiledModule
+from fxremat.module.compiled import CompiledModule
 from fxremat.runtime.steps import InFlight, Step, latest_step
 from tests.models.bits import assert_bitwise_equal
 from tests.models.zoo import seeded

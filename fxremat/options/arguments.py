@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from fxremat.errors import ArgumentError, BudgetError, refuse
-from fxremat.frontend.budget import Budget, Readable
-from fxremat.frontend.losses import LossOfOutputs, read_loss
-from fxremat.frontend.ranks import Ranks
+from fxremat.options.budget import Budget, Readable
+from fxremat.options.loss import LossOfOutputs, read_loss
 from fxremat.planner.search import DEFAULT_GENERATORS, GENERATORS_BY_NAME
 from fxremat.planner.transfers import HostMemory
+from fxremat.ranks.peers import Ranks
 from fxremat.report.plan import Plan
 from fxremat.units import Counted, format_bytes, parse_bytes
 

@@ -11,15 +11,15 @@ import torch
 from torch import fx, nn
 
 from fxremat import torch_compat
+from fxremat.capture.sample import Sample
 from fxremat.compiler.compiler import compile_graph
 from fxremat.compiler.entry import keep_compiled
 from fxremat.errors import ArgumentError, FxrematError, PlanError
-from fxremat.frontend.arguments import Arguments, Executor
-from fxremat.frontend.compiled import CompiledModule
-from fxremat.frontend.losses import target_bytes
-from fxremat.frontend.sample import Sample
-from fxremat.frontend.step_plan import latest_plan
-from fxremat.frontend.surplus import LossNeeds, needs_of_loss
+from fxremat.module.compiled import CompiledModule
+from fxremat.module.step_plan import latest_plan
+from fxremat.options.arguments import Arguments, Executor
+from fxremat.options.loss import target_bytes
+from fxremat.options.measured_needs import LossNeeds, needs_of_loss
 from fxremat.report.plan import Plan, StepPlan
 from fxremat.training.training import Training
 

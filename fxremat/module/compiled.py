@@ -17,19 +17,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
+from fxremat.capture.errors import shorten
+from fxremat.capture.sample import Sample, check_sample
 from fxremat.costs.measure import device_of
 from fxremat.errors import FxrematError, PlanError
-from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.losses import own_loss
-from fxremat.frontend.raised import shorten
-from fxremat.frontend.ranks import Peers
-from fxremat.frontend.runner import Runner, initialize
-from fxremat.frontend.sample import Sample, check_sample
-from fxremat.frontend.step_plan import latest_plan
-from fxremat.frontend.surplus import LossNeeds
-from fxremat.frontend.trace import trace_step
 from fxremat.graph.shortfall import warn
+from fxremat.module.runner import Runner, initialize
+from fxremat.module.step_plan import latest_plan
+from fxremat.module.traced_step import trace_step
+from fxremat.options.arguments import Arguments
+from fxremat.options.loss import own_loss
+from fxremat.options.measured_needs import LossNeeds
 from fxremat.progress import LOG
+from fxremat.ranks.peers import Peers
 from fxremat.report.plan import Plan, StepPlan
 from fxremat.report.trace import StepTrace
 from fxremat.runtime import cuda_graph

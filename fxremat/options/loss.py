@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
+from fxremat.capture.sample import Sample
 from fxremat.errors import ArgumentError
-from fxremat.frontend.sample import Sample
 from fxremat.passes.joint.graph import allocated_bytes
 
 Loss = Callable[..., torch.Tensor] | Literal["own"]

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from fxremat.capture.isolation import in_training
+from fxremat.capture.sample import Sample
 from fxremat.costs.workspaces import forget_workspaces
 from fxremat.errors import ArgumentError
-from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.losses import Compared
-from fxremat.frontend.runner import Runner
-from fxremat.frontend.sample import Sample
-from fxremat.frontend.untouched import in_training
 from fxremat.ir import Infeasible, Problem, Solved
 from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
+from fxremat.module.runner import Runner
 from fxremat.optional import find
+from fxremat.options.arguments import Arguments
+from fxremat.options.loss import Compared
 from fxremat.report.estimate import Verified
 from fxremat.report.facts import CrossCheck
 from fxremat.report.plan import Plan

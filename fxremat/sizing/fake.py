@@ -18,12 +18,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxremat import torch_compat
-from fxremat.compiler.compiler import results_of
+from fxremat.capture.errors import refused
+from fxremat.capture.isolation import attributes_replaced
+from fxremat.capture.sample import Sample, places_of
+from fxremat.capture.unused_outputs import Unused, forward_of
 from fxremat.errors import CaptureError, FxrematError, SampleError
-from fxremat.frontend.outputs import Unused, forward_of
-from fxremat.frontend.raised import refused
-from fxremat.frontend.sample import Sample, places_of
-from fxremat.frontend.untouched import attributes_replaced
+from fxremat.graph.signature import results_of
 
 aten = torch.ops.aten
 

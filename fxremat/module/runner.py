@@ -15,25 +15,25 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
-from fxremat.compiler.entry import Backend, Entry, SeparateCapture
-from fxremat.costs.measure import device_of
-from fxremat.errors import CaptureError, CostError, FxrematError
-from fxremat.frontend.agreed import agreed_arguments
-from fxremat.frontend.arguments import Arguments
-from fxremat.frontend.losses import target_bytes
-from fxremat.frontend.outputs import Unused, forward_of, refuse_gradients
-from fxremat.frontend.raised import let_go, refused, shortened
-from fxremat.frontend.ranks import Peers
-from fxremat.frontend.sample import Sample, call_without_data, own_error, places_of
-from fxremat.frontend.surplus import LossNeeds, needs_of_loss
-from fxremat.frontend.untouched import (
+from fxremat.capture.errors import let_go, refused, shortened
+from fxremat.capture.isolation import (
     attributes_replaced,
     generators_restored,
     hooks_of,
     in_training,
 )
+from fxremat.capture.sample import Sample, call_without_data, own_error, places_of
+from fxremat.capture.unused_outputs import Unused, forward_of, refuse_gradients
+from fxremat.compiler.entry import Backend, Entry, SeparateCapture
+from fxremat.costs.measure import device_of
+from fxremat.errors import CaptureError, CostError, FxrematError
+from fxremat.options.agreed import agreed_arguments
+from fxremat.options.arguments import Arguments
+from fxremat.options.loss import target_bytes
+from fxremat.options.measured_needs import LossNeeds, needs_of_loss
 from fxremat.planner.context_bytes import model_bytes
 from fxremat.progress import CAPTURE, shown, silent
+from fxremat.ranks.peers import Peers
 from fxremat.runtime import cuda_graph
 from fxremat.training.training import PlannedOnly, RefusedError, Training
 

@@ -11,23 +11,21 @@ import torch
 from torch import nn
 
 from fxremat import torch_compat
+from fxremat.capture.isolation import in_training
+from fxremat.capture.sample import Sample, call_without_data, places_of
+from fxremat.capture.unused_outputs import Unused
 from fxremat.costs.devices import Device
 from fxremat.errors import BudgetError, SizesError
-from fxremat.frontend.arguments import Arguments, Optimizer
-from fxremat.frontend.batches import Batching, Dim, NamedDim, read_dims
-from fxremat.frontend.budget import Budget, TrainingBudget
-from fxremat.frontend.losses import Compared, LossOfOutputs, own_loss, target_bytes
-from fxremat.frontend.outputs import Unused
-from fxremat.frontend.record import roles_of
-from fxremat.frontend.sample import Sample, call_without_data, places_of
-from fxremat.frontend.surplus import needs_of_loss
-from fxremat.frontend.untouched import in_training
-from fxremat.frontend.without_data import HOME, FakeCopies, capture
 from fxremat.graph.forms import PlanOptions
 from fxremat.graph.graph import Graph
+from fxremat.graph.memory_record import roles_of
 from fxremat.graph.pools import all_pools
 from fxremat.ir import MeasuredLink
 from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
+from fxremat.options.arguments import Arguments, Optimizer
+from fxremat.options.budget import Budget, TrainingBudget
+from fxremat.options.loss import Compared, LossOfOutputs, own_loss, target_bytes
+from fxremat.options.measured_needs import needs_of_loss
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context import StepContext
@@ -39,6 +37,8 @@ from fxremat.progress import CAPTURE, PLAN, Progress
 from fxremat.report.estimate import Estimate, LossOf
 from fxremat.report.frontier import Batches
 from fxremat.report.plan import Plan
+from fxremat.sizing.fake import HOME, FakeCopies, capture
+from fxremat.sizing.max_batch import Batching, Dim, NamedDim, read_dims
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
+from fxremat.capture.unused_outputs import Unused
 from fxremat.costs.measure import device_of
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import ArgumentError
-from fxremat.frontend.outputs import Unused
 from fxremat.planner.allocator import MOST_SMALL_BYTES
 from fxremat.runtime.steps import SCALAR_BYTES
 

@@ -15,9 +15,9 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
+from fxremat.capture.errors import let_go
+from fxremat.capture.isolation import attributes_replaced, generators_restored
 from fxremat.errors import CaptureError, NoGradientError, SampleError
-from fxremat.frontend.raised import let_go
-from fxremat.frontend.untouched import attributes_replaced, generators_restored
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fxremat.capture.sample import Sample, call_without_data, places_of
 from fxremat.errors import ArgumentError, BudgetError
-from fxremat.frontend.budget import TrainingBudget
-from fxremat.frontend.sample import Sample, call_without_data, places_of
 from fxremat.graph.dimensions import MOST_SIZE, Dimension, nearest, resized, taken_sizes
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import fastest, least_of
 from fxremat.graph.pools import least_bytes_from_scratch, pools, rough_least_bytes
+from fxremat.options.budget import TrainingBudget
 from fxremat.planner.context import StepContext
 from fxremat.planning.choose import usual_context
 from fxremat.planning.largest_size import largest_size

@@ -1,0 +1,106 @@
+"""Options of the processes that train one model: the same ones, and the least budget."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fxremat.cache.folder import key_of
+from fxremat.errors import RankError
+from fxremat.ir import Decision
+from fxremat.options.arguments import Arguments
+from fxremat.ranks.peers import Budgets, Peers
+from fxremat.report.codec import encode
+from fxremat.report.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a process was asked for.
+
+    Attributes:
+        written: the budget.
+        nbytes, share: that it names.
+        options: the others, as text.
+        nodes: names of the machines, one a process.
+    """
+
+    written: str
+    nbytes: int | None
+    share: float | None
+    options: tuple[str, ...]
+    nodes: tuple[str, ...]
+
+
+def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
+    """What all were asked for, with what is this process's share of a node's host memory.
+
+    Raises:
+        RankError: they were asked for different things.
+    """
+    budget, host = asked.budget, asked.host
+    options = [
+        f"{name}={getattr(asked, name)!r}"
+        for name in (
+            "exact",
+            "split",
+            "effort",
+            "accumulate",
+            "budget_on",
+            "executor",
+            "fullgraph",
+            "regions",
+            "in_flight",
+            "generators",
+            "strict",
+            "assume",
+            "verify_bits",
+        )
+    ]
+    options.append(f"offload={host and (host.only, host.conv, host.limit_bytes)!r}")
+    options.append(f"plan={asked.kept and _decided(asked.kept)}")
+    node = platform.node()
+    own = _Asked(repr(budget.written), budget.nbytes, budget.share, tuple(options), (node,))
+    budgets: Budgets = asked.ranks.budgets if asked.ranks else "same"
+    found = peers.agree("what is asked for", _Asked, own, lambda told: _one_of_asked(told, budgets))
+    if (found.nbytes, found.share) != (budget.nbytes, budget.share):
+        budget = replace(budget, nbytes=found.nbytes, share=found.share)
+    if host is not None and host.limit_bytes is not None:  # all are to find the same plans
+        most = max(map(found.nodes.count, found.nodes))
+        host = replace(host, limit_bytes=host.limit_bytes // most)
+    return replace(asked, budget=budget, host=host)
+
+
+def _decided(plan: Plan) -> str:
+    """A short name of what a plan decides for; constants may be each process's own."""
+    origin = plan.origin and replace(plan.origin, code="")
+    decided = json.dumps(encode(Decision, plan.decision)), str(plan.schedule)
+    told = "" if origin is None else key_of(origin, decided=decided)
+    return told[:12]
+
+
+def _one_of_asked(told: Mapping[int, _Asked], budgets: Budgets) -> _Asked:
+    first, *others = told
+    one = told[first]
+    for rank in others:
+        for ours, theirs in zip(one.options, told[rank].options, strict=True):
+            if ours != theirs:
+                raise RankError(
+                    f"rank {rank} was asked for {theirs}, rank {first} for {ours}: ask all of them "
+                    "for the same",
+                    ranks=(rank,),
+                )
+    named = {rank: (own.nbytes, own.share) for rank, own in told.items()}
+    differ = [rank for rank in others if named[rank] != named[first]]
+    kinds = {(own.nbytes is None, own.share is None) for own in told.values()}
+    if differ and (budgets == "same" or len(kinds) > 1):
+        shown = ", ".join(f"{told[rank].written} on rank {rank}" for rank in (first, *differ))
+        raise RankError(
+            f"processes of one model have different budgets: {shown}. Give all the same one, or "
+            "ranks=fxremat.Ranks(budgets='least') where all name bytes, or all shares",
+            ranks=differ,
+        )
+    least = min(told.values(), key=lambda own: (own.nbytes or 0, own.share or 0.0))
+    return replace(least, nodes=tuple(own.nodes[0] for own in told.values()))
