@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.graph import pools
+from fxremat.graph import further
 from fxremat.report.plan import Plan
 from tests.models.zoo import seeded
 
@@ -20,7 +20,7 @@ ROWS, WIDTH, HIDDEN = 1152, 16, 256
 @pytest.fixture(autouse=True)
 def first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first form that fits is taken, however long others seem to take."""
-    monkeypatch.setattr(pools, "MUCH_SLOWER", math.inf)
+    monkeypatch.setattr(further, "MUCH_SLOWER", math.inf)
 
 
 class Layers(nn.Module):

@@ -67,7 +67,7 @@ def in_another_process(
     return contents(folder)
 
 
-MEASURING = ("graph.graph.measure_line", "graph.pools.measure_link")
+MEASURING = ("graph.graph.measure_line", "graph.further.measure_link")
 PLANNING = ("planning.planner.emit", "planning.choose.fastest")
 
 

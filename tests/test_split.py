@@ -17,8 +17,8 @@ from torch.nn import functional
 import fxremat
 from fxremat.costs import scaled
 from fxremat.costs.execute import Operations
+from fxremat.graph import further, pool
 from fxremat.graph import graph as graphs
-from fxremat.graph import pool, pools
 from fxremat.passes.split.parts import Changed, same_bits
 from fxremat.passes.stages.block import Block
 from tests.models import ZOO
@@ -84,7 +84,7 @@ def compiled(model: nn.Module, budget: Any, **options: Any) -> fxremat.CompiledM
 @pytest.fixture
 def first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first form that fits is taken, however long others seem to take."""
-    monkeypatch.setattr(pools, "MUCH_SLOWER", math.inf)
+    monkeypatch.setattr(further, "MUCH_SLOWER", math.inf)
 
 
 @pytest.fixture(scope="module")

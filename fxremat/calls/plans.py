@@ -13,8 +13,8 @@ from fxremat.calls.find import Found, context_of, find, new_workspace_bytes
 from fxremat.calls.learn import leave_room_in_waiting, relaxed, unscaled
 from fxremat.errors import BudgetError, CostError
 from fxremat.graph.compiled_plan import CompiledPlan
+from fxremat.graph.further import refuse
 from fxremat.graph.graph import Graph
-from fxremat.graph.pools import refuse
 from fxremat.graph.shortfall import Shortfall, excess_bytes, warn
 from fxremat.loop.loop import Loop
 from fxremat.passes.joint.sizes import Values

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fxremat.graph.further import grow_faster, grow_smaller, wants_faster
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool, below_s, fastest, frontier_over, least_of
-from fxremat.graph.pools import grow_faster, grow_smaller, pools, wants_faster
+from fxremat.graph.pools import pools
 from fxremat.graph.shortfall import growth
 from fxremat.options.budget import Budget, TrainingBudget
 from fxremat.planner.candidates import Candidate

@@ -17,12 +17,7 @@ from fxremat.graph.dimensions import (
     taken_sizes,
 )
 from fxremat.graph.graph import Graph
-from fxremat.graph.pools import (
-    all_pools,
-    least_bytes,
-    least_bytes_from_scratch,
-    rough_least_bytes,
-)
+from fxremat.graph.pools import all_pools, least_bytes, least_bytes_from_scratch, rough_least_bytes
 from fxremat.options.budget import TrainingBudget
 from fxremat.planner.context import StepContext
 

@@ -11,14 +11,8 @@ from fxremat.cache.folder import differences, key_of, origin_of_plan, version_of
 from fxremat.errors import BudgetError, CostError, PlanError
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.dimensions import arguments_of
+from fxremat.graph.further import allocator_rules, ensure_searched, link_of, list_forms, variants_at
 from fxremat.graph.graph import Graph
-from fxremat.graph.pools import (
-    allocator_rules,
-    ensure_searched,
-    link_of,
-    list_forms,
-    variants_at,
-)
 from fxremat.graph.shortfall import Shortfall
 from fxremat.graph.variant import Variant
 from fxremat.ir import Origin

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxremat.errors import CostError
+from fxremat.graph.further import search_again
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool
-from fxremat.graph.pools import least_bytes, search_again
+from fxremat.graph.pools import least_bytes
 from fxremat.options.budget import Budget
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import Correction, StepContext

@@ -23,8 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, CostError
+from fxremat.graph.further import grow
 from fxremat.graph.graph import Graph
-from fxremat.graph.pools import grow, least_bytes
+from fxremat.graph.pools import least_bytes
 from fxremat.graph.shortfall import user_line, warn_counted
 from fxremat.loop.loop import Loop
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.costs.cost import Measured, measure_line
+from fxremat.graph import further
 from fxremat.graph import graph as graphs
-from fxremat.graph import pools
 from fxremat.ir import MeasuredLink, RecordedCosts
 from fxremat.report.codec import decode, encode
 from fxremat.report.plan import Plan
@@ -167,7 +167,7 @@ def _on(costs: list[RecordedCosts], *, recording: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FXREMAT_CACHE", "0")
         patch.setattr(graphs, "measure_line", measured)
-        patch.setattr(pools, "measure_link", lambda *_args, **_options: LINK)
+        patch.setattr(further, "measure_link", lambda *_args, **_options: LINK)
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.graph import pools
+from fxremat.graph import further
 from tests.cuda import CUDA
 from tests.on_cuda.stood_in import needs_stand_in
 from tests.test_split import Language, batch
@@ -61,7 +61,7 @@ def test_half_the_least_has_the_same_bits():
 def test_a_loss_whose_gradient_is_another_has_the_same_bits_within_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(pools, "MUCH_SLOWER", math.inf)  # the first form that fits is taken
+    monkeypatch.setattr(further, "MUCH_SLOWER", math.inf)  # the first form that fits is taken
     given = tuple(tensor.to(CUDA) for tensor in batch())
     truth = made()
     expected = {factor: gradients(truth, truth, given, factor=factor) for factor in (1.0, 0.3)}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.graph import pools
+from fxremat.graph import further
 from fxremat.runtime import cuda_graph
 from tests.test_split import Language, batch, parts_of_loss, softmaxes
 
@@ -99,7 +99,7 @@ def test_a_step_with_host_memory_does_not_run_then(capturing: pytest.MonkeyPatch
 def test_gradients_beside_a_loss_are_computed_once_more_then(capturing: pytest.MonkeyPatch):
     """No number can be read: what a replay finds may be another."""
     capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    capturing.setattr(pools, "MUCH_SLOWER", math.inf)  # the first form that fits is taken
+    capturing.setattr(further, "MUCH_SLOWER", math.inf)  # the first form that fits is taken
     torch.manual_seed(0)
     original, given = Language().double(), batch()
     least_bytes = fxremat.plan(original, given, "min", loss="own", split=False).budget_bytes
