@@ -16,7 +16,7 @@ from fxremat.frontend.schedules import Schedules
 from fxremat.ir import TRACED, Decision, Lane, Move, Origin
 from fxremat.ir.schedule import decoded
 from fxremat.passes.emit.code import Emitted
-from fxremat.passes.emit.program import Program, shifted
+from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Values
@@ -27,7 +27,7 @@ from fxremat.passes.stages.linearize import Line
 from fxremat.planner.candidates import Candidate, Evaluation
 from fxremat.planner.context import StepContext
 from fxremat.planner.evaluator import carried_out
-from fxremat.planner.overlap import may_overlap, overlap_within
+from fxremat.planner.moves import replay
 from fxremat.planner.search import Search
 from fxremat.planner.transfers import HostMemory
 from fxremat.report.facts import Fused
@@ -176,15 +176,11 @@ def emit(
     schedules, found = chosen
     search, baseline = schedules.search, traced.baseline
     line, around = search.measured.line, search.setting.context_bytes
-    overlapped = overlap_within(
-        search,
-        found,
-        link=schedules.transfers.link if schedules.transfers else None,
-        budget_bytes=budget_bytes,
-        allowed=may_overlap(around.device),
-    )
-    program, found, taken = overlapped.program, overlapped.candidate, overlapped.allocated
-    evaluation, decision = overlapped.evaluation, search.evaluator.decision(found)
+    program, decision = search.evaluator.program(found), search.evaluator.decision(found)
+    taken, evaluation = search.allocated(found), search.evaluator.evaluation(found)
+    link = schedules.transfers.link if schedules.transfers else None
+    timeline = replay(evaluation, line, found.moves, link)
+    total_s = timeline.makespan_s
     graphs = write_graphs(
         program, evaluation.peaks_bytes, found.moves, modules, host=host, sizes=context.sizes
     )
@@ -194,15 +190,15 @@ def emit(
         predicted_peak_bytes=taken.allocated_bytes,
         predicted_reserved_bytes=taken.reserved_bytes,
         predicted_held_bytes=evaluation.peak_bytes,
-        predicted_s=found.total_s,
+        predicted_s=total_s,
         baseline_peak_bytes=traced.counted_bytes(baseline),
         baseline_s=baseline.total_s,
-        lower_bound_s=min(baseline.total_s, found.total_s),
+        lower_bound_s=min(baseline.total_s, total_s),
         local_search_s=0.0 if host else search.gained_s(budget_bytes),
         host_bytes=found.host_bytes,
         schedule=decoded(found.codes),
         held_bytes=_held_bytes(line, decision),
-        timeline=overlapped.timeline,
+        timeline=timeline,
         chain=search.chain,
         costs=search.costs,
         frontier=frontier,
@@ -235,7 +231,7 @@ def emit(
     # The bound is one of recomputation alone, of the operations as they were traced.
     bound = search.bound(budget_bytes) if schedules.form == TRACED and not host else None
     kept = partial(traced.evaluator.evaluation, baseline)
-    complete = partial(_completed, record=record, bound=bound, kept=kept, total_s=found.total_s)
+    complete = partial(_completed, record=record, bound=bound, kept=kept, total_s=total_s)
     return Planned(plan, graphs, complete=complete)
 
 
@@ -305,7 +301,6 @@ def carry_out(
     peaks = [event.peak_bytes for event in plan.timeline.events if event.lane is Lane.COMPUTE]
     try:
         program = carried_out(line, blocks, plan.schedule, decision)
-        program = replace(program, calls=shifted(program.calls, line, decision.shifts))
         sizes = tuple(number for _, number in plan.sizes)
         return write_graphs(program, peaks, decision.moves, modules, host=host, sizes=sizes)
     except (LookupError, ScheduleError) as error:
