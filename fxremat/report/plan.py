@@ -102,21 +102,6 @@ class Plan(Shown, PlanFacts, Checked):
         """
         check_plan(self)
 
-    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Write the predicted memory as torch's memory tools read it.
-
-        For ``python -m torch.cuda._memory_viz`` and https://pytorch.org/memory_viz.
-
-        Args:
-            path: of the file; one that is there is replaced.
-
-        Raises:
-            PlanError: the file cannot be written, or the plan was not made of a model.
-        """
-        from fxremat.report.snapshot import snapshot_of  # noqa: PLC0415
-
-        write_made("snapshot", path, lambda: snapshot_of(self))
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan, and the costs that it rests on, into a file.
 

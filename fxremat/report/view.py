@@ -59,11 +59,6 @@ class StepView:
     spans_s: tuple[tuple[float, ...], ...] = ()
 
 
-def has_memory(plan: AnyPlan) -> bool:
-    """Whether a plan says which tensors are held when."""
-    return all(own.memory.count for own in plans_of(plan))
-
-
 def view_of(plan: AnyPlan) -> StepView:
     """A step as one, whether of one graph or of several.
 
@@ -73,7 +68,7 @@ def view_of(plan: AnyPlan) -> StepView:
     Raises:
         PlanError: a plan does not say which tensors are held when.
     """
-    if not has_memory(plan):
+    if not all(own.memory.count for own in plans_of(plan)):
         raise PlanError(
             "this plan does not say which tensors are held when, as it was not made of a model: "
             "take the plan of what compile() returns"
