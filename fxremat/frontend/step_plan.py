@@ -9,9 +9,8 @@ from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.known import Called, KnownStep
 from fxremat.frontend.notices import NOT_CAPTURED
 from fxremat.frontend.regions import Regions
-from fxremat.report.facts import RegionRow
 from fxremat.report.modules import block_of, common_module, named
-from fxremat.report.plan import Plan, StepPlan
+from fxremat.report.plan import Plan, RegionRow, StepPlan
 
 
 def latest_plan(compiler: StepCompiler, names: Callable[[], Mapping[int, str]]) -> Plan | StepPlan:
@@ -91,7 +90,7 @@ def _row(
     names: Mapping[int, str],
     *,
     is_last: bool,
-) -> RegionRow[Plan]:
+) -> RegionRow:
     plan: Plan = ran.compiled.plan
     memory = plan.memory
     held = memory.held_bytes()
@@ -118,7 +117,7 @@ def _covers(modules: Sequence[str]) -> str:
     return named(blocks) if len(blocks) > 1 else common_module(modules)
 
 
-def _peaks(rows: Sequence[RegionRow[Plan]], there_bytes: int) -> list[int]:
+def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
     """Peaks of the step, during each region and after it, in both directions."""
     found, held_bytes = [], there_bytes
     for row in rows:

@@ -11,8 +11,8 @@ from importlib.resources import files
 from typing import Any
 
 from fxremat.ir import Copy
-from fxremat.report.facts import AnyPlan, StepFacts, plans_of
 from fxremat.report.memory import areas_of
+from fxremat.report.plan import AnyPlan, StepPlan, plans_of
 from fxremat.report.stages import StageReport, describe, explain
 from fxremat.report.summary import batch_of, group_regions, summarize
 from fxremat.report.view import StepView, view_of
@@ -46,11 +46,11 @@ def data_of(plan: AnyPlan) -> dict[str, Any]:
         PlanError: the plan does not say which tensors are held when.
     """
     view, (first, *_) = view_of(plan), plans_of(plan)
-    is_step = isinstance(plan, StepFacts)
+    is_step = isinstance(plan, StepPlan)
     memory, areas = view.memory, areas_of(view.memory)
     return {
         "summary": list(summarize(plan)),
-        "regions": list(_regions(plan, view)) if isinstance(plan, StepFacts) else [],
+        "regions": list(_regions(plan, view)) if isinstance(plan, StepPlan) else [],
         "kept": view.kept and asdict(view.kept),
         "peak_bytes": memory.peak_bytes,
         "model": first.model,
@@ -112,7 +112,7 @@ def _stage(stage: StageReport, module: str) -> dict[str, Any]:
     }
 
 
-def _regions(step: StepFacts[Any], view: StepView) -> Iterator[dict[str, Any]]:
+def _regions(step: StepPlan, view: StepView) -> Iterator[dict[str, Any]]:
     """Rows of the page's table of regions."""
     begins = (*view.first_stages, len(view.stage_names))
     for group in group_regions(step):
