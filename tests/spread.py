@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +12,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed import _functional_collectives as functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fxremat import torch_compat
-from fxremat.costs.cost import Measured
 from tests.harness import Captured, capture
 
 LAYERS, WIDTH, ROWS = 6, 32, 64
-
-MESSAGE_S = 3e-5
-"""About what a layer takes by the estimate of tests."""
 
 
 @contextmanager
@@ -75,11 +69,5 @@ def _whole(shard: Tensor) -> Tensor:
 
 @functools.cache
 def gathering() -> Captured:
-    """Its step, measured; each collective takes :data:`MESSAGE_S`."""
-    step = capture(Gathering(), (torch.randn(ROWS, WIDTH, requires_grad=True),))
-    costs = step.estimated.costs
-    nodes = enumerate(step.line.joint.module.graph.nodes)
-    sent = tuple((i, MESSAGE_S) for i, node in nodes if torch_compat.group_of(node) is not None)
-    slow = replace(costs, messages_s=sent)
-    step.__dict__["estimated"] = Measured.of(step.measured.line, slow)
-    return step
+    """Its step, measured."""
+    return capture(Gathering(), (torch.randn(ROWS, WIDTH, requires_grad=True),))

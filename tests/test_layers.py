@@ -106,6 +106,10 @@ def test_imports_go_down(file: Path) -> None:
     assert not wrong_arrows(file, (PACKAGE / file).read_text())
 
 
+DRAWN_BY = {f"fxremat.report.{name}" for name in ("consistent", "page", "summary", "text", "trace")}
+"""A plan's methods import what checks and draws plans when they are called, and only then."""
+
+
 def arrows() -> dict[str, set[str]]:
     """For each file what it imports, be it late or for types alone."""
     names = {".".join(("fxremat", *file.with_suffix("").parts)): file for file in FILES}
@@ -116,6 +120,7 @@ def arrows() -> dict[str, set[str]]:
         found = imported((PACKAGE / file).read_text(), package)
         known = {n if n in names else n.rpartition(".")[0] for n in found}
         graph[name] = known & names.keys() - {name, "fxremat"} if name != "fxremat" else set()
+    graph["fxremat.report.plan"] -= DRAWN_BY
     return graph
 
 
@@ -156,6 +161,12 @@ def test_no_two_files_import_each_other() -> None:
     graph = arrows()
     assert len(graph) > 100
     list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_a_plan_is_loaded_without_what_draws_it() -> None:
+    code = f"import sys, fxremat.report.plan; sys.exit(bool({DRAWN_BY!r} & {{*sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_compiling_never_loads_what_only_cross_checks() -> None:

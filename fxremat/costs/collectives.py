@@ -52,13 +52,7 @@ def with_collectives(
             )
         )
     again_s = tuple((i, seconds + _seconds(nodes[i], speeds)) for i, seconds in costs.again_s)
-    each = ((i, _seconds(node, speeds)) for i, node in enumerate(nodes))
-    return replace(
-        costs,
-        stages=tuple(stages),
-        again_s=again_s,
-        messages_s=tuple((i, seconds) for i, seconds in each if seconds),
-    )
+    return replace(costs, stages=tuple(stages), again_s=again_s)
 
 
 def late_bytes(line: Line, device: torch.device) -> int:

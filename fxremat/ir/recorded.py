@@ -57,7 +57,7 @@ key, or, negative, to take back. Keys below 0 are of workspaces."""
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Measured seconds of one stage, with those of its call in emitted code."""
+    """Measured seconds of one stage."""
 
     forward_s: float
     rebuild_s: float
@@ -75,8 +75,6 @@ class RecordedCosts:
         storage_bytes: of each storage, as large as it really is.
         displaced: storages with tensors whose strides are not those of the trace.
         link: to host memory, where storages may travel.
-        messages_s: collectives, and those seconds of each that others take, which ``stages`` and
-            ``again_s`` have in them as if nothing ran meanwhile.
         asked: operations that ask for more than their results, or for these in another order
             than they return them, where an allocator rounds; how each runs, and what it asks for:
             ``(place, 0)`` is a result.
@@ -88,7 +86,6 @@ class RecordedCosts:
     storage_bytes: tuple[int, ...]
     displaced: tuple[int, ...]
     link: MeasuredLink | None = None
-    messages_s: tuple[tuple[int, float], ...] = ()
     asked: tuple[tuple[int, str, tuple[Request, ...]], ...] = ()
 
     @staticmethod

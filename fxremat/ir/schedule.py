@@ -187,22 +187,6 @@ class Move:
     wait: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shift:
-    """A collective that starts earlier, or a wait that comes later.
-
-    Attributes:
-        node: the collective, or the wait.
-        source: index of the call that runs it.
-        target: of the call that is to run it: the source, the call before it for a collective, or
-            the one after it for a wait.
-    """
-
-    node: int
-    source: int
-    target: int
-
-
 Tensors = tuple[tuple[int, tuple[int, ...]], ...]
 """Stages, and tensors that their forwards make."""
 
@@ -215,13 +199,11 @@ class Decision:
         missing: stages that do not keep everything, and the tensors that their backwards rebuild.
         held: stages that keep tensors from their first forward on, and those tensors.
         moves: storages that travel.
-        shifts: collectives that overlap with other calls than their own, one after the other.
     """
 
     missing: Tensors = ()
     held: Tensors = ()
     moves: tuple[Move, ...] = ()
-    shifts: tuple[Shift, ...] = ()
 
 
 Codes = NDArray[np.int64]

@@ -10,9 +10,8 @@ from fxremat.loop.loop import Loop
 from fxremat.regions.regions import Regions
 from fxremat.regions.step_profiles import Called, KnownStep
 from fxremat.regions.warnings import NOT_CAPTURED
-from fxremat.report.facts import RegionRow
 from fxremat.report.modules import block_of, common_module, named
-from fxremat.report.plan import Plan, StepPlan
+from fxremat.report.plan import Plan, RegionRow, StepPlan
 from fxremat.training.training import Training
 
 
@@ -91,7 +90,7 @@ def _row(
     names: Mapping[int, str],
     *,
     is_last: bool,
-) -> RegionRow[Plan]:
+) -> RegionRow:
     plan = record_of(loop, ran.graph, ran.compiled)
     memory = plan.memory
     held = memory.held_bytes()
@@ -118,7 +117,7 @@ def _covers(modules: Sequence[str]) -> str:
     return named(blocks) if len(blocks) > 1 else common_module(modules)
 
 
-def _peaks(rows: Sequence[RegionRow[Plan]], there_bytes: int) -> list[int]:
+def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
     """Peaks of the step, during each region and after it, in both directions."""
     found, held_bytes = [], there_bytes
     for row in rows:

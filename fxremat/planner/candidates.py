@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from fxremat.ir import Compute, Move, Shift
+from fxremat.ir import Compute, Move
 from fxremat.ir.schedule import Codes
 from fxremat.runtime.slots import slot_bytes
 
@@ -76,7 +76,6 @@ class Candidate:
         peak_bytes: exact, of the graphs that would be emitted.
         total_s: of the step.
         moves: what travels, and when.
-        shifts: collectives that overlap with other calls than their own, one after the other.
     """
 
     codes: Codes
@@ -84,12 +83,11 @@ class Candidate:
     peak_bytes: int
     total_s: float
     moves: tuple[Move, ...] = ()
-    shifts: tuple[Shift, ...] = ()
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         """Equal for equal decisions."""
-        return self.codes.tobytes(), self.held, self.moves, self.shifts
+        return self.codes.tobytes(), self.held, self.moves
 
     @property
     def host_bytes(self) -> int:

@@ -203,10 +203,10 @@ class Evaluator:
                 (i, tuple(sorted(order[n] for n in own))) for i, own in sorted(tensors.items())
             )
 
-        return Decision(numbers(missing), numbers(held), candidate.moves, candidate.shifts)
+        return Decision(numbers(missing), numbers(held), candidate.moves)
 
     def program(self, candidate: Candidate) -> Program:
-        """The calls that carry a candidate out, but for its shifts: what was evaluated."""
+        """The calls that carry a candidate out."""
         arrays = self.arrays
         calls, _, _ = arrays.evaluate(candidate.codes, arrays.flags(candidate.held))
         released = self.context_bytes.releases(self.line.joint)
@@ -284,11 +284,11 @@ def program_of(
     joint = line.joint
     results = (*joint.forward_outputs, *(n for n in joint.backward_outputs if n not in handed))
     after = (n for n in results if isinstance(n, fx.Node))
-    linked, _ = link(line, made, handed, released, after)
+    linked = link(line, made, handed, released, after)
     saved = (arrays.nodes[i] for i in np.flatnonzero(data[at.saved : at.saved + at.nodes]).tolist())
     crossing = set(saved).difference(joint.tangents, joint.constants)
     return Program(
-        line, tuple(linked), totals["turn"], tuple(sorted(crossing, key=lambda n: _rank(line, n)))
+        line, linked, totals["turn"], tuple(sorted(crossing, key=lambda n: _rank(line, n)))
     )
 
 

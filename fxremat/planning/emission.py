@@ -14,7 +14,7 @@ from fxremat.graph.memory_record import record_memory
 from fxremat.ir import TRACED, Decision, Lane, Move, Origin
 from fxremat.ir.schedule import decoded
 from fxremat.passes.emit.code import Emitted
-from fxremat.passes.emit.program import Program, shifted
+from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Sizes, Values
@@ -24,7 +24,7 @@ from fxremat.passes.stages.linearize import Line
 from fxremat.planner.candidates import Evaluation
 from fxremat.planner.context import StepContext
 from fxremat.planner.evaluator import carried_out
-from fxremat.planner.overlap import may_overlap, overlap_within
+from fxremat.planner.moves import replay
 from fxremat.planner.transfers import HostMemory
 from fxremat.planning.choose import Chosen
 from fxremat.report.facts import Fused
@@ -107,15 +107,11 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
     pool, candidate, traced = chosen.pool, chosen.candidate, chosen.traced
     search, baseline, host = pool.search, traced.baseline, graph.options.host
     line, held, budget_bytes = search.measured.line, pool.held, chosen.budget_bytes
-    overlapped = overlap_within(
-        search,
-        candidate,
-        link=pool.transfers.link if pool.transfers else None,
-        budget_bytes=budget_bytes,
-        allowed=may_overlap(held.device),
-    )
-    program, candidate, taken = overlapped.program, overlapped.candidate, overlapped.allocated
-    evaluation, decision = overlapped.evaluation, search.evaluator.decision(candidate)
+    program, decision = search.evaluator.program(candidate), search.evaluator.decision(candidate)
+    taken, evaluation = search.allocated(candidate), search.evaluator.evaluation(candidate)
+    link = pool.transfers.link if pool.transfers else None
+    timeline = replay(evaluation, line, candidate.moves, link)
+    total_s = timeline.makespan_s
     written = _write(
         program, evaluation.peaks_bytes, candidate.moves, graph.modules, host=host,
         sizes=context.sizes,
@@ -127,15 +123,15 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
             predicted_peak_bytes=taken.allocated_bytes,
             predicted_reserved_bytes=taken.reserved_bytes,
             predicted_held_bytes=evaluation.peak_bytes,
-            predicted_s=candidate.total_s,
+            predicted_s=total_s,
             baseline_peak_bytes=chosen.full_bytes,
             baseline_s=baseline.total_s,
-            lower_bound_s=min(baseline.total_s, candidate.total_s),
+            lower_bound_s=min(baseline.total_s, total_s),
             local_search_s=0.0 if host else search.gained_s(budget_bytes),
             host_bytes=candidate.host_bytes,
             schedule=decoded(candidate.codes),
             held_bytes=_held_bytes(line, decision),
-            timeline=overlapped.timeline,
+            timeline=timeline,
             chain=search.chain,
             costs=search.costs,
             frontier=chosen.frontier,
@@ -173,9 +169,7 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
     # The bound is one of recomputation alone, of the operations as they were traced.
     bound = search.bound(budget_bytes) if pool.form == TRACED and not host else None
     kept = partial(traced.search.evaluator.evaluation, baseline)
-    compiled.complete = partial(
-        _completed, record=memory, bound=bound, kept=kept, total_s=candidate.total_s
-    )
+    compiled.complete = partial(_completed, record=memory, bound=bound, kept=kept, total_s=total_s)
     compiled.context = context
     return compiled
 
@@ -242,7 +236,6 @@ def carry_out(plan: Plan, graph: Graph, blocks: BlockCache, context: StepContext
     peaks = [event.peak_bytes for event in plan.timeline.events if event.lane is Lane.COMPUTE]
     try:
         program = carried_out(line, blocks, plan.schedule, decision)
-        program = replace(program, calls=shifted(program.calls, line, decision.shifts))
         sizes = tuple(number for _, number in plan.sizes)
         written = _write(
             program, peaks, decision.moves, graph.modules, host=graph.options.host, sizes=sizes

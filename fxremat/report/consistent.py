@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from fxremat.ir import Compute, Copy, Forward, Lane
-from fxremat.report.facts import PlanFacts
 from fxremat.report.memory import StepMemory
+from fxremat.report.plan import Plan
 
 
-def check_plan(plan: PlanFacts) -> None:
+def check_plan(plan: Plan) -> None:
     """Check that whatever a part names exists, and that parts for the same things are as many.
 
     So all that shows a plan can show it. Whether a step follows it is decided when it is compiled.
@@ -32,7 +32,7 @@ def check_plan(plan: PlanFacts) -> None:
         _inside("kept.turn", [plan.kept.turn], len(plan.kept.seconds) + 1)
 
 
-def _check_chain(plan: PlanFacts) -> None:
+def _check_chain(plan: Plan) -> None:
     chain, count = plan.chain, len(plan.chain)
     _as_many("chain.boundaries", chain.boundaries, "stages and one", count + 1)
     _as_many("costs.stages", plan.costs.stages, "stages", count)
@@ -47,7 +47,7 @@ def _check_chain(plan: PlanFacts) -> None:
     _inside("branch_ends", plan.branch_ends, count + 1)
 
 
-def _check_schedule(plan: PlanFacts) -> None:
+def _check_schedule(plan: Plan) -> None:
     count = len(plan.chain)
     events = [event.op for event in plan.timeline.events]
     computed = [op for op in (*plan.schedule, *events) if isinstance(op, Compute)]
@@ -64,7 +64,7 @@ def _check_schedule(plan: PlanFacts) -> None:
         raise ValueError("timeline: calls that compute nothing")
 
 
-def _check_moves(plan: PlanFacts) -> None:
+def _check_moves(plan: Plan) -> None:
     copies = [e for e in plan.timeline.events if e.lane is Lane.D2H and isinstance(e.op, Copy)]
     moves = plan.decision.moves
     _as_many("decision.moves", moves, "copies", len(copies))
@@ -72,7 +72,7 @@ def _check_moves(plan: PlanFacts) -> None:
         raise ValueError("decision.moves: a storage travels twice")
 
 
-def _check_memory(plan: PlanFacts) -> None:
+def _check_memory(plan: Plan) -> None:
     memory, events = plan.memory, plan.timeline.events
     calls = sum(event.lane is Lane.COMPUTE for event in events)
     _as_many("memory.calls", memory.calls, "calls", calls)

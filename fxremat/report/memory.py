@@ -158,9 +158,6 @@ class StepMemory:
 MOST_BANDS = 10
 """Areas of activations: more cannot be told apart."""
 
-BUDGET_COLOUR = "#d43d2a"
-"""Of its line."""
-
 _COLOURS = {
     Kind.PARAMETERS: "#626a78",
     Kind.BUFFERS: "#79808d",

@@ -1,4 +1,4 @@
-"""A plan as one HTML file that needs no network, and as a summary and a picture for a notebook."""
+"""A plan as one HTML file that needs no network, and as a summary for a notebook."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ from importlib.resources import files
 from typing import Any
 
 from fxremat.ir import Copy
-from fxremat.report.facts import AnyPlan, StepFacts, plans_of
-from fxremat.report.memory import BUDGET_COLOUR, areas_of
+from fxremat.report.memory import areas_of
+from fxremat.report.plan import AnyPlan, StepPlan, plans_of
 from fxremat.report.stages import StageReport, describe, explain
 from fxremat.report.summary import batch_of, group_regions, summarize
-from fxremat.report.view import StepView, has_memory, view_of
-from fxremat.units import format_bytes, format_seconds
+from fxremat.report.view import StepView, view_of
 
 FOLDER = "html"
 """Where the parts of the page are."""
-
-WIDTH, HEIGHT = 720, 190
-"""Of a notebook's picture, in pixels."""
 
 
 def page_with(data: dict[str, Any]) -> str:
@@ -50,11 +46,11 @@ def data_of(plan: AnyPlan) -> dict[str, Any]:
         PlanError: the plan does not say which tensors are held when.
     """
     view, (first, *_) = view_of(plan), plans_of(plan)
-    is_step = isinstance(plan, StepFacts)
+    is_step = isinstance(plan, StepPlan)
     memory, areas = view.memory, areas_of(view.memory)
     return {
         "summary": list(summarize(plan)),
-        "regions": list(_regions(plan, view)) if isinstance(plan, StepFacts) else [],
+        "regions": list(_regions(plan, view)) if isinstance(plan, StepPlan) else [],
         "kept": view.kept and asdict(view.kept),
         "peak_bytes": memory.peak_bytes,
         "model": first.model,
@@ -116,7 +112,7 @@ def _stage(stage: StageReport, module: str) -> dict[str, Any]:
     }
 
 
-def _regions(step: StepFacts[Any], view: StepView) -> Iterator[dict[str, Any]]:
+def _regions(step: StepPlan, view: StepView) -> Iterator[dict[str, Any]]:
     """Rows of the page's table of regions."""
     begins = (*view.first_stages, len(view.stage_names))
     for group in group_regions(step):
@@ -130,66 +126,10 @@ def _regions(step: StepFacts[Any], view: StepView) -> Iterator[dict[str, Any]]:
 
 
 def notebook_of(plan: AnyPlan) -> str:
-    """A table of the summary; above it, where the plan says what is held when, the picture."""
+    """Return the summary as a table."""
     rows = "".join(
         f'<tr><td style="text-align:left;opacity:.65">{escape(name)}</td>'
         f'<td style="text-align:left">{escape(text)}</td></tr>'
         for name, text in summarize(plan)
     )
-    picture = _picture(view_of(plan), plan.budget_bytes) if has_memory(plan) else ""
-    return f"<div>{picture}<table>{rows}</table></div>"
-
-
-def _picture(view: StepView, budget_bytes: int) -> str:
-    """Areas over time as SVG."""
-    memory, end_s = view.memory, view.timeline.makespan_s or 1.0
-    most = 1.06 * max(budget_bytes, memory.peak_bytes)
-    columns = _columns(memory.held_bytes(), [t / end_s for t in view.times_s])
-    floor = [0] * len(columns)
-    shapes = []
-    for area in areas_of(memory):
-        held = memory.held_bytes(area.lives)
-        top = [below + held[instant] for below, instant in zip(floor, columns, strict=True)]
-        path = _outline(floor, top, HEIGHT / most)
-        shapes.append(f'<path d="{path}" fill="{area.colour}"><title>'
-                      f"{escape(area.name)}, {format_bytes(max(held))}</title></path>")  # fmt: skip
-        floor = top
-    line = HEIGHT * (1 - budget_bytes / most)
-    peak = f"peak {format_bytes(memory.peak_bytes)} in {format_seconds(end_s)}"
-    text = 'font-size="11" font-family="sans-serif" fill="currentColor"'
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + 16}" width="{WIDTH}" role="img" '
-        f'aria-label="{peak}">{"".join(shapes)}'
-        f'<path d="M0 {line:.1f}H{WIDTH}" stroke="{BUDGET_COLOUR}" stroke-dasharray="6 4"/>'
-        f'<text x="4" y="{line + 12:.1f}" {text}>budget {format_bytes(budget_bytes)}</text>'
-        f'<text x="0" y="{HEIGHT + 13}" {text}>{peak}</text></svg>'
-    )
-
-
-def _columns(totals: tuple[int, ...], places: list[float]) -> list[int]:
-    """For each column of pixels the instant at which most is held."""
-    found: list[int] = []
-    begin = 0
-    for column in range(WIDTH):
-        end = begin
-        while end + 1 < len(places) and places[end + 1] * WIDTH < column + 1:
-            end += 1
-        found.append(max(range(begin, end + 1), key=totals.__getitem__))
-        begin = end
-    return found
-
-
-def _outline(floor: list[int], top: list[int], scale: float) -> str:
-    """A closed path between two lines of steps, in pixels."""
-
-    def steps(line: list[int], columns: range) -> Iterator[str]:
-        last = -1
-        for column in columns:
-            if line[column] != last:
-                last = line[column]
-                x = column if columns.step > 0 else column + 1
-                yield f"H{x}V{HEIGHT - last * scale:.1f}"
-
-    there = "".join(steps(top, range(len(top))))
-    back = "".join(steps(floor, range(len(floor) - 1, -1, -1)))
-    return f"M0 {HEIGHT}{there}H{len(top)}{back}H0Z"
+    return f"<table>{rows}</table>"

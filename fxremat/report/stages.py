@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from fxremat.ir import Backward, Compute, Copy, Forward, Keep, Lane
-from fxremat.report.facts import PlanFacts
 from fxremat.report.modules import blocks_of, common_module, named, pattern_of, span
+from fxremat.report.plan import Plan
 from fxremat.units import format_bytes, format_seconds
 
 LONGEST_PATTERN = 32
@@ -100,7 +100,7 @@ class StageReport:
         return sum(run.seconds for run in self.again) + self.rebuilt_s
 
 
-def report_stages(plan: PlanFacts) -> tuple[StageReport, ...]:
+def report_stages(plan: Plan) -> tuple[StageReport, ...]:
     """A report of each stage, in forward order."""
     chain, events = plan.chain, plan.timeline.events
     runs = _runs(plan)
@@ -139,12 +139,12 @@ def report_stages(plan: PlanFacts) -> tuple[StageReport, ...]:
     return tuple(reports)
 
 
-def executed_stages(plan: PlanFacts) -> tuple[StageReport, ...]:
+def executed_stages(plan: Plan) -> tuple[StageReport, ...]:
     """Reports of the stages of which the emitted graphs run something."""
     return tuple(report for report in report_stages(plan) if report.executed)
 
 
-def _held(plan: PlanFacts, runs: list[list[Run]], index: int) -> frozenset[int]:
+def _held(plan: Plan, runs: list[list[Run]], index: int) -> frozenset[int]:
     """What is held of the saved set of stage ``index`` after the first forward."""
     chain, first = plan.chain, runs[index][0]
     if first.keep is Keep.ALL:
@@ -156,7 +156,7 @@ def _held(plan: PlanFacts, runs: list[list[Run]], index: int) -> frozenset[int]:
     return frozenset()
 
 
-def _runs(plan: PlanFacts) -> list[list[Run]]:
+def _runs(plan: Plan) -> list[list[Run]]:
     """The forwards of each stage.
 
     A forward whose predecessor is the forward of the stage before reads what that one

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxremat.ir import Copy, Free, Lane, Offload, Prefetch, Wait
-from fxremat.report.facts import AnyPlan, CrossCheck, PlanFacts, RegionRow, StepFacts, plans_of
+from fxremat.report.facts import CrossCheck
 from fxremat.report.modules import common_module, named, span
+from fxremat.report.plan import AnyPlan, Plan, RegionRow, StepPlan, plans_of
 from fxremat.report.stages import executed_stages
 from fxremat.units import format_bytes, format_seconds, plural
 
@@ -25,7 +26,7 @@ def shortly(plan: AnyPlan) -> str:
     )
     seen_bytes = plan.measured_peak_bytes
     measured = "" if seen_bytes is None else f", measured {format_bytes(seen_bytes)}"
-    regions = plan.regions if isinstance(plan, StepFacts) else ()
+    regions = plan.regions if isinstance(plan, StepPlan) else ()
     what = f"StepPlan of {plural(len(regions), 'region')}" if regions else "Plan"
     return (
         f"{what} within {budget} (the least feasible budget is {least})\n"
@@ -36,7 +37,7 @@ def shortly(plan: AnyPlan) -> str:
     )
 
 
-def _what_is_done(*plans: PlanFacts) -> str:
+def _what_is_done(*plans: Plan) -> str:
     """What plans of one step do for memory, in short."""
     stages = [stage for plan in plans for stage in executed_stages(plan)]
     again = sum(bool(stage.again) or stage.is_kept_in_part for stage in stages)
@@ -48,7 +49,7 @@ def _what_is_done(*plans: PlanFacts) -> str:
 
 def summarize(plan: AnyPlan) -> Iterator[tuple[str, str]]:
     """What each line is about, and what it says."""
-    step = plan if isinstance(plan, StepFacts) else None
+    step = plan if isinstance(plan, StepPlan) else None
     written = f", written {step.budget!r}" if step and step.budget != step.budget_bytes else ""
     yield "budget", _exactly(plan.budget_bytes) + written
     yield "least feasible", _exactly(plan.least_budget_bytes)
@@ -56,16 +57,16 @@ def summarize(plan: AnyPlan) -> Iterator[tuple[str, str]]:
     reserved_bytes = plan.predicted_reserved_bytes
     on_reserved = plan.budget_on == "reserved"
     peak = _exactly(plan.predicted_peak_bytes) + ("" if on_reserved else used)
-    yield "predicted peak", peak if isinstance(plan, StepFacts) else f"{peak}, {_where(plan)}"
+    yield "predicted peak", peak if isinstance(plan, StepPlan) else f"{peak}, {_where(plan)}"
     if on_reserved or reserved_bytes != plan.predicted_peak_bytes:
         yield "predicted reserved", _exactly(reserved_bytes) + (used if on_reserved else "")
     if plan.measured_peak_bytes is not None:
         yield "measured peak", _exactly(plan.measured_peak_bytes)
     yield "with everything kept", _exactly(plan.baseline_peak_bytes)
-    yield from _of_regions(plan) if isinstance(plan, StepFacts) else _of_graph(plan)
+    yield from _of_regions(plan) if isinstance(plan, StepPlan) else _of_graph(plan)
 
 
-def _of_regions(step: StepFacts[PlanFacts]) -> Iterator[tuple[str, str]]:
+def _of_regions(step: StepPlan) -> Iterator[tuple[str, str]]:
     between = "between graphs nothing was measured yet"
     if step.between_s is not None:
         between = f"{format_seconds(step.between_s)} of it between graphs"
@@ -77,7 +78,7 @@ def _of_regions(step: StepFacts[PlanFacts]) -> Iterator[tuple[str, str]]:
     yield "regions", f"{count}, each a graph's call, beside {there} that is there"
 
 
-def _of_graph(plan: PlanFacts) -> Iterator[tuple[str, str]]:
+def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
     for what, nbytes in plan.beside:
         yield "of that beside", f"{_exactly(nbytes)} for {what}"
     for what, nbytes in plan.usual:
@@ -128,12 +129,12 @@ def _of_graph(plan: PlanFacts) -> Iterator[tuple[str, str]]:
     )
 
 
-def batch_of(plan: PlanFacts) -> str:
+def batch_of(plan: Plan) -> str:
     """Tensors of the call that a plan was made for."""
     return ", ".join(f"{place}: {tensor}" for place, tensor in plan.arguments)
 
 
-def _where(plan: PlanFacts) -> str:
+def _where(plan: Plan) -> str:
     """The moment of the peak."""
     for event in plan.timeline.events:
         if event.peak_bytes == plan.predicted_held_bytes:
@@ -152,7 +153,7 @@ def _compared(plan: AnyPlan) -> str:
     return f"{taken}, {ratio:.3f} × the {least} without recomputation ({ratio - 1:+.1%})"
 
 
-def _bound(plan: PlanFacts) -> str:
+def _bound(plan: Plan) -> str:
     """How much better any plan could be, and what local search did."""
     if 0 in (plan.predicted_s, plan.lower_bound_s):
         return format_seconds(plan.lower_bound_s)
@@ -176,7 +177,7 @@ def _checked(check: CrossCheck) -> str:
     return f"{format_seconds(check.seconds)} by CP-SAT, {known}: this plan is {far}"
 
 
-def _host(plan: PlanFacts) -> str:
+def _host(plan: Plan) -> str:
     """What travels, and how long the computations wait for it."""
     copies = [event for event in plan.timeline.events if isinstance(event.op, Copy)]
     away = [event for event in copies if event.lane is Lane.D2H]
@@ -223,7 +224,7 @@ class RegionGroup:
         return span(self.first, self.last)
 
 
-def group_regions(step: StepFacts[PlanFacts]) -> tuple[RegionGroup, ...]:
+def group_regions(step: StepPlan) -> tuple[RegionGroup, ...]:
     """A group for each region, or run of alike ones, in the order of their forwards."""
     groups: list[list[int]] = []
     for place, row in enumerate(step.regions):
@@ -233,7 +234,7 @@ def group_regions(step: StepFacts[PlanFacts]) -> tuple[RegionGroup, ...]:
     return tuple(_group(step, places) for places in groups)
 
 
-def _alike(one: RegionRow[PlanFacts], other: RegionRow[PlanFacts]) -> bool:
+def _alike(one: RegionRow, other: RegionRow) -> bool:
     """Whether two regions are of graphs that are alike, planned and ended alike."""
     a, b = one.plan, other.plan
     return one.ended_by == other.ended_by and (
@@ -241,7 +242,7 @@ def _alike(one: RegionRow[PlanFacts], other: RegionRow[PlanFacts]) -> bool:
     )
 
 
-def _group(step: StepFacts[PlanFacts], places: list[int]) -> RegionGroup:
+def _group(step: StepPlan, places: list[int]) -> RegionGroup:
     rows = [step.regions[place] for place in places]
     each = "each " if len(rows) > 1 else ""
     times_s = [row.between_s for row in rows if row.between_s is not None]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from fxremat.console import SIMPLE_HEAD, Group, Table, Text, show
-from fxremat.report.facts import AnyPlan, Fused, PlanFacts, StepFacts
+from fxremat.report.facts import Fused
 from fxremat.report.modules import BETWEEN
+from fxremat.report.plan import AnyPlan, Plan, StepPlan
 from fxremat.report.stages import describe, executed_stages, explain, group_alike
 from fxremat.report.summary import RegionGroup, group_regions, summarize
 from fxremat.units import format_bytes, format_seconds
@@ -41,7 +42,7 @@ def print_plan(plan: AnyPlan) -> str:
     grid.add_column()
     for name, text in summarize(plan):
         grid.add_row(name, Text(text))
-    if isinstance(plan, StepFacts):
+    if isinstance(plan, StepPlan):
         shown = Group(grid, Text(), _regions(plan), Text(REGIONS_LEGEND))
     else:
         units = (Text(), _units(plan.fused)) if plan.fused else ()
@@ -53,7 +54,7 @@ def _table() -> Table:
     return Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
 
 
-def _stages(plan: PlanFacts) -> Table:
+def _stages(plan: Plan) -> Table:
     table, modules = _table(), plan.memory.modules
     table.add_column("stage", no_wrap=True)
     if any(modules):
@@ -72,7 +73,7 @@ def _stages(plan: PlanFacts) -> Table:
     return table
 
 
-def _regions(step: StepFacts[PlanFacts]) -> Table:
+def _regions(step: StepPlan) -> Table:
     table, groups = _table(), group_regions(step)
     covers = any(group.covers for group in groups)
     table.add_column("region", no_wrap=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 from fxremat.errors import PlanError
 from fxremat.ir import Copy, Event, Forward, Lane, Timeline
-from fxremat.report.facts import AnyPlan, StepFacts
 from fxremat.report.memory import StepMemory, areas_of
+from fxremat.report.plan import AnyPlan, StepPlan
 from fxremat.report.view import StepView, view_of
 from fxremat.units import format_seconds
 
@@ -90,7 +90,7 @@ def trace_of(plan: AnyPlan, traced: StepTrace | None = None) -> str:
     """
     view = view_of(plan)
     events = list(_process(view, view.timeline, view.times_s, PREDICTED, "predicted"))
-    if isinstance(plan, StepFacts):
+    if isinstance(plan, StepPlan):
         events += _regions(plan, view)
     if traced is not None:
         measured = traced.measured
@@ -183,7 +183,7 @@ def _host_memory(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
         yield _counter("host memory", time_s * 1e6, pid, {"on the host": held})
 
 
-def _regions(step: StepFacts[Any], view: StepView) -> Iterator[dict[str, Any]]:
+def _regions(step: StepPlan, view: StepView) -> Iterator[dict[str, Any]]:
     """A thread of its own, with the forward and the backward of each region."""
     yield _named("thread_name", "regions", PREDICTED, REGIONS)
     for number, (row, spans_s) in enumerate(zip(step.regions, view.spans_s, strict=True), 1):

@@ -12,8 +12,8 @@ from itertools import accumulate
 
 from fxremat.errors import PlanError
 from fxremat.ir import Copy, Event, Free, Lane, Offload, Op, Prefetch, Timeline, Wait
-from fxremat.report.facts import AnyPlan, PlanFacts, StepFacts, plans_of
 from fxremat.report.memory import Kind, Life, Outline, StepMemory, Tensor
+from fxremat.report.plan import AnyPlan, Plan, StepPlan, plans_of
 from fxremat.report.stages import StageReport, executed_stages
 
 _GIVEN = (
@@ -59,11 +59,6 @@ class StepView:
     spans_s: tuple[tuple[float, ...], ...] = ()
 
 
-def has_memory(plan: AnyPlan) -> bool:
-    """Whether a plan says which tensors are held when."""
-    return all(own.memory.count for own in plans_of(plan))
-
-
 def view_of(plan: AnyPlan) -> StepView:
     """A step as one, whether of one graph or of several.
 
@@ -73,13 +68,13 @@ def view_of(plan: AnyPlan) -> StepView:
     Raises:
         PlanError: a plan does not say which tensors are held when.
     """
-    if not has_memory(plan):
+    if not all(own.memory.count for own in plans_of(plan)):
         raise PlanError(
             "this plan does not say which tensors are held when, as it was not made of a model: "
             "take the plan of what compile() returns"
         )
     names = tuple(stage.name for own in plans_of(plan) for stage in own.chain.stages)
-    if isinstance(plan, StepFacts):
+    if isinstance(plan, StepPlan):
         return _Joined(plan).view(names)
     times_s = plan.memory.times(plan.timeline)
     return StepView(plan.memory, plan.timeline, times_s, executed_stages(plan), names, plan.kept)
@@ -88,7 +83,7 @@ def view_of(plan: AnyPlan) -> StepView:
 class _Joined:
     """The regions of a step, joined one after the other."""
 
-    def __init__(self, step: StepFacts[PlanFacts]) -> None:
+    def __init__(self, step: StepPlan) -> None:
         self._count, self._now_s = 0, 0.0  # of instants so far, and when the next one begins
         self._step = step
         self._regions = [_Region(row.plan) for row in step.regions]
@@ -224,7 +219,7 @@ class _Joined:
 class _Region:
     """The plan of one region: events by direction, what it finds, and lives of what it makes."""
 
-    def __init__(self, plan: PlanFacts) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.memory = memory = plan.memory
         self.times_s = memory.times(plan.timeline)
         self.forward: list[Event] = []
@@ -247,7 +242,7 @@ class _Region:
         self.given_bytes = sum(tensor.nbytes for tensor in self.given)
 
 
-def _outline(step: StepFacts[PlanFacts]) -> Outline | None:
+def _outline(step: StepPlan) -> Outline | None:
     """The step where every graph keeps everything.
 
     A region's plan has that of its graph beside what earlier ones hold as planned; where those keep

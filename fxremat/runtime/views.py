@@ -29,7 +29,3 @@ def tensor_in(
     """The tensor that lies in ``memory`` (``uint8``) at ``offset``, counted in its elements."""
     whole = memory.numel() - memory.numel() % dtype.itemsize
     return memory[:whole].view(dtype).as_strided(size, stride, offset)
-
-
-def held(*_tensors: torch.Tensor) -> None:
-    """Do nothing: tensors that are read without a call are needed until here."""

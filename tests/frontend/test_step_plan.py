@@ -158,9 +158,7 @@ def test_the_table_has_each_region(way: str, capsys: pytest.CaptureFixture[str])
     if way == "regions":
         assert len(lines) < len(plan.regions)
     assert 1 < len(repr(plan).splitlines()) < 6
-    notebook = plan._repr_html_()
-    assert f"({plan.budget_bytes} bytes)" in notebook
-    assert notebook.count("<svg") == 1
+    assert f"({plan.budget_bytes} bytes)" in plan._repr_html_()
 
 
 @pytest.mark.parametrize("way", ["breaks", pytest.param("host", marks=pytest.mark.more)])

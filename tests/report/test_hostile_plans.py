@@ -102,7 +102,7 @@ def shown(plan: fxremat.Plan, folder: Path) -> None:
     """All that can be seen of it; what is not there to be seen is a ``PlanError``."""
     texts = [plan.explain(), repr(plan), plan._repr_html_(), str(plan.actions)]
     assert not any("\x1b[31m" in text for text in (*texts, plan.forward_code, plan.model))
-    for save in (plan.save_html, plan.save_trace, plan.save_snapshot, plan.save):
+    for save in (plan.save_html, plan.save_trace, plan.save):
         with contextlib.suppress(PlanError):
             save(folder / "shown")
     assert "<script>" not in plan._repr_html_()

@@ -228,15 +228,10 @@ def test_a_plan_on_paper_has_no_page(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_notebook_shows_the_summary_and_the_memory():
+def test_a_notebook_shows_the_summary():
     plan = plan_of_model("gpt")
-    text = plan._repr_html_()
-    assert f"({plan.budget_bytes} bytes)" in text
-    assert "blocks.2" in text
-    assert text.count("<svg") == text.count("</svg>") == 1
-    assert "<script" not in text
+    assert f"({plan.budget_bytes} bytes)" in plan._repr_html_()
     on_paper = plan_of(everything_kept(2), stages=2)
-    assert "<svg" not in on_paper._repr_html_()
     assert f"({on_paper.budget_bytes} bytes)" in on_paper._repr_html_()
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fxremat import torch_compat
 from fxremat.ir import Backward, Keep, Move
 from fxremat.passes.emit.body import (
     GIVE,
@@ -272,9 +271,9 @@ class _Writer:
             case _:
                 return node.name
 
-    def _made(self, node: fx.Node, *, guest: bool = False) -> Variable:
+    def _made(self, node: fx.Node) -> Variable:
         """A value for ``node`` from now on; a call gives one list at most, of none but its own."""
-        saved = self._line.role_of[node] is Role.SAVED and not guest
+        saved = self._line.role_of[node] is Role.SAVED
         value = self._values[node] = Variable(
             self._body.named(self._value_name(node), node),
             group=f"kept{self._line.stage_of[node]}" if saved else None,
@@ -289,7 +288,7 @@ class _Writer:
         statement = Statement(
             self._body.stage(self._block_name(call), module),
             arguments,
-            [self._made(node, guest=node in block.guests) for node in block.outputs],
+            [self._made(node) for node in block.outputs],
             comment=self._comment(call, peak_bytes),
             params=f"params{call.op.stage}",
         )
@@ -319,7 +318,6 @@ class _Writer:
         if call.block.again:
             made = storages.of(call.block.again) - storages.of(call.block.inputs)
             parts.append(f"rebuilds {format_bytes(storages.total(made))}")
-        parts.extend(_overlapping(call.block))
         parts.append(f"peak {format_bytes(peak_bytes)}")
         return ", ".join(parts)
 
@@ -338,13 +336,3 @@ class _Writer:
         again = "_again" if call.block.mode is Mode.AGAIN else ""
         nosave = "" if call.op.keep is Keep.ALL else "_nosave"
         return f"{stage}_forward{nosave}{again}"
-
-
-def _overlapping(block: Block) -> Iterable[str]:
-    """What a call starts for a later one, and waits for of an earlier one."""
-    starts = sum(torch_compat.group_of(node) is not None for node in block.guests)
-    waits = sum(map(torch_compat.is_wait, block.guests))
-    if starts:
-        yield f"starts {starts} of a later call's collectives"
-    if waits:
-        yield f"waits for {waits} of an earlier call's collectives"

@@ -155,8 +155,7 @@ def _erase_detach(graph: fx.Graph) -> None:
 def _gather_operations(graph: fx.Graph) -> None:
     """Put the values of an operation, and waits for it, directly after it.
 
-    What waits for a collective returns its very result. How far they are apart in a step is
-    decided with all else (``planner.overlap``).
+    What waits for a collective returns its very result.
     """
     for node in list(graph.nodes):
         for value in reversed(values_of(node)):

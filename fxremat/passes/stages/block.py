@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -19,7 +19,6 @@ from fxremat.passes.joint.graph import StorageTable, add_call, is_getitem, is_te
 from fxremat.passes.joint.sizes import names_in
 from fxremat.passes.stages.linearize import Line
 from fxremat.runtime.rng import redraw
-from fxremat.runtime.views import held
 
 Key = tuple[object, ...]
 """Equal for what one piece of code, or one measurement, can stand for."""
@@ -49,10 +48,6 @@ class Block:
         reads: storages of the inputs.
         again: those of ``nodes`` that a backward recomputes, in the order of the forward: sums
             over them are the same in any process.
-        guests: those of ``nodes`` that are another stage's, and how they run.
-        waits: those of ``nodes`` that wait for a collective of another moment, and what others may
-            still read of this process until they are done.
-        front: so many of ``nodes``, the first ones, start collectives early.
     """
 
     stage: int
@@ -62,9 +57,6 @@ class Block:
     outputs: tuple[fx.Node, ...] = ()
     reads: frozenset[int] = frozenset()
     again: Set[fx.Node] = frozenset()
-    guests: Mapping[fx.Node, Mode] = field(default_factory=dict)
-    waits: Mapping[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
-    front: int = 0
 
     def connected(self, line: Line, wanted: Set[fx.Node]) -> Block:
         """The block with its inputs, and with ``wanted`` of what it makes as its outputs."""
@@ -84,11 +76,11 @@ class Block:
 
     def mode_of(self, node: fx.Node) -> Mode:
         """How ``node``, one of the operations, runs."""
-        return Mode.AGAIN if node in self.again else self.guests.get(node, self.mode)
+        return Mode.AGAIN if node in self.again else self.mode
 
     def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """What running ``node`` here reads, or keeps alive."""
-        return (*dependencies(node, self.mode_of(node)), *self.waits.get(node, ()))
+        """What running ``node`` here reads."""
+        return dependencies(node, self.mode_of(node))
 
 
 def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
@@ -159,9 +151,6 @@ def build_graph(block: Block) -> fx.Graph:
     for node in block.nodes:
         copied[node] = add_call(graph, call_of(node, block.mode_of(node)), copied, node.name)
         copied[node].meta = dict(node.meta)
-        if block.waits.get(node):
-            until = graph.call_function(held, tuple(copied[n] for n in block.waits[node]))
-            until.meta["val"] = None
     graph.output(tuple(copied[n] for n in block.outputs))
     graph.output_node().meta["val"] = tuple(n.meta["val"] for n in block.outputs)
     return graph
@@ -271,9 +260,8 @@ def block_key(block: Block, storages: StorageTable) -> Key:
         inputs.append((tensor_key(node.meta["val"]), group))
     lines = []
     for node in block.nodes:
-        held = tuple(index[n] for n in block.waits.get(node, ()))
         call = call_of(node, block.mode_of(node))
-        lines.append((*_call_key(call, lambda n: f"%{index[n]}"), held))
+        lines.append(_call_key(call, lambda n: f"%{index[n]}"))
         index[node] = len(index)
     outputs = tuple(index[n] for n in block.outputs)
     return (block.mode, tuple(inputs), tuple(lines), outputs)
