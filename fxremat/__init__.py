@@ -33,11 +33,14 @@ if TYPE_CHECKING:
         SizesError,
         TransferError,
     )
-    from fxremat.frontend.arguments import Options
     from fxremat.frontend.backend import backend, plan_of
     from fxremat.frontend.compiled import CompiledModule
+    from fxremat.frontend.losses import Loss
+    from fxremat.frontend.plain import Options
     from fxremat.frontend.ranks import Ranks
     from fxremat.frontend.sample import Sample
+    from fxremat.options.values import Bits, HostMemory
+    from fxremat.planner.effort import Effort
     from fxremat.report.estimate import Estimate
     from fxremat.report.frontier import Batches, BatchPoint, Frontier
     from fxremat.report.plan import Plan, StepPlan
@@ -47,11 +50,14 @@ _NAMES = {
     "api": ("compile", "estimate", "frontier", "max_batch", "plan"),
     "costs.devices": ("Device",),
     "costs.measure": ("StepMeasurement", "measure_step"),
-    "frontend.arguments": ("Options",),
     "frontend.backend": ("backend", "plan_of"),
     "frontend.compiled": ("CompiledModule",),
+    "frontend.losses": ("Loss",),
+    "frontend.plain": ("Options",),
     "frontend.ranks": ("Ranks",),
     "frontend.sample": ("Sample",),
+    "options.values": ("Bits", "HostMemory"),
+    "planner.effort": ("Effort",),
     "report.estimate": ("Estimate",),
     "report.frontier": ("BatchPoint", "Batches", "Frontier"),
     "report.plan": ("Plan", "StepPlan"),
@@ -65,18 +71,22 @@ __all__ = [
     "BackwardError",
     "BatchPoint",
     "Batches",
+    "Bits",
     "BudgetError",
     "BudgetWarning",
     "CaptureError",
     "CompiledModule",
     "CostError",
     "Device",
+    "Effort",
     "Estimate",
     "Frontier",
     "FxrematError",
     "GraphBreakWarning",
     "GraphError",
+    "HostMemory",
     "HostMemoryError",
+    "Loss",
     "NoGradientError",
     "Options",
     "Plan",

@@ -12,11 +12,12 @@ from torch import fx, nn
 
 from fxremat import torch_compat
 from fxremat.errors import ArgumentError, FxrematError, PlanError
-from fxremat.frontend.arguments import Arguments, Executor
+from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.capture import StepCompiler
 from fxremat.frontend.compiled import CompiledModule
 from fxremat.frontend.entry import keep_compiled
 from fxremat.frontend.losses import target_bytes
+from fxremat.frontend.readers import Executor
 from fxremat.frontend.sample import Sample
 from fxremat.frontend.step_plan import latest_plan
 from fxremat.frontend.surplus import LossNeeds, needs_of_loss
@@ -37,15 +38,14 @@ def backend(
     first of them is not counted. One ``options`` is one budget.
 
     Args:
-        module: a graph of Dynamo's.
+        module: the graph that Dynamo captured.
         example_inputs: its inputs.
-        options: ``budget``, and any of ``reserve``, ``optimizer`` (an optimizer, not a class),
-            ``loss``, ``target``, ``accumulate``, ``in_flight``, ``offload``, ``host_limit``,
-            ``host_dir``, ``exact``, ``split``, ``verify_bits``, ``effort``, ``strict``,
-            ``assume``, ``budget_on`` and ``executor``, as for :func:`fxremat.compile`. ``loss`` is
-            given the tensor that the model returns, or a tuple of all tensors in what it returns.
-            Without ``executor``, kernels on a GPU are Inductor's, as those of ``torch.compile``
-            are, and elsewhere eager's.
+        options: ``budget``, and the options of :func:`fxremat.compile`, as it takes them or as
+            plain values, except for ``dynamic``, ``plan``, ``regions`` and ``ranks``. An
+            ``optimizer`` must be an object, not a class. ``loss`` is called with the tensor that
+            the model returns, or with a tuple of all tensors in what it returns. Without
+            ``executor``, kernels on a GPU are Inductor's, as those of ``torch.compile`` are, and
+            elsewhere eager's.
 
     Raises:
         BudgetError: no budget, or one that cannot be read or met.

@@ -13,7 +13,7 @@ from torch import nn
 from fxremat import torch_compat
 from fxremat.costs.devices import Device
 from fxremat.errors import BudgetError, SizesError
-from fxremat.frontend.arguments import Arguments, Optimizer
+from fxremat.frontend.arguments import Arguments
 from fxremat.frontend.batches import Batching, Dim, NamedDim, read_dims
 from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.frontend.captured import CapturedStep
@@ -21,6 +21,7 @@ from fxremat.frontend.losses import Compared, LossOfOutputs, own_loss, target_by
 from fxremat.frontend.optimizer_state import counted_state, optimizer_bytes
 from fxremat.frontend.outputs import Unused
 from fxremat.frontend.pipeline import Planner
+from fxremat.frontend.readers import Optimizer
 from fxremat.frontend.record import roles_of
 from fxremat.frontend.sample import Sample, call_without_data, places_of
 from fxremat.frontend.surplus import needs_of_loss

@@ -13,7 +13,7 @@ from torch import nn
 
 from fxremat import torch_compat
 from fxremat.errors import ArgumentError
-from fxremat.frontend.arguments import Optimizer
+from fxremat.frontend.readers import Optimizer
 from fxremat.frontend.sample import Sample
 from fxremat.passes.joint.graph import allocated_bytes
 

@@ -15,7 +15,7 @@ from fxremat.frontend.arguments import Split
 from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.frontend.captured import CapturedStep, Variant
 from fxremat.frontend.dimensions import arguments_of
-from fxremat.frontend.effort import Effort
+from fxremat.frontend.effort import Spending
 from fxremat.frontend.emission import Planned, carry_out, emit, follow, with_overhead
 from fxremat.frontend.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
 from fxremat.frontend.largest import advised
@@ -40,8 +40,9 @@ from fxremat.planner.allocations import settings_of
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
+from fxremat.planner.effort import DEFAULT_GENERATORS
 from fxremat.planner.resized import least_bytes_at
-from fxremat.planner.search import DEFAULT_GENERATORS, Search, generators_of
+from fxremat.planner.search import Search, generators_of
 from fxremat.planner.transfers import HostMemory, Transfers
 from fxremat.progress import LOG, WRITE
 from fxremat.report.plan import Plan
@@ -122,7 +123,7 @@ class Planner:
         self.sent: dict[Values, tuple[tuple[Candidate, ...], ...]] = {}
         self._host, self._exact, self._generators = host, exact, generators
         self._allocator, self._split = allocator, split
-        self._effort = Effort(effort)
+        self._effort = Spending(effort)
         self._forms: list[Form] | None = None  # that were not looked at yet
         # Forms whose peaks were looked at, down to a budget or as far as that goes.
         self._aims: set[tuple[Form, bool]] = set()

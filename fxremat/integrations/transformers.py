@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from fxremat.errors import ArgumentError
-from fxremat.frontend.arguments import Options
 from fxremat.frontend.budget import Readable
 from fxremat.frontend.compiled import CompiledModule
+from fxremat.frontend.plain import Options
 from fxremat.integrations.in_place import InPlace, check_options
 
 try:

@@ -107,7 +107,7 @@ class PlanFacts:
         branch_ends: the stages after each branch's last, of branches in branches too, where they
             meet in a trunk.
         form: how operations are computed: as they were traced, with inputs of norms rebuilt from
-            outputs (``compile(exact=False)``), or with runs in parts (``compile(split=...)``).
+            outputs (``compile(bits="rounding")``), or with runs in parts.
         budget_on: what all budgets and the frontier are for: ``"allocated"`` bytes or
             ``"reserved"`` ones.
         decision: what each stage keeps, and what travels; the schedule has the rest.

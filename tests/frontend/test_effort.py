@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.errors import ArgumentError
-from fxremat.frontend.effort import LOOKS_EACH, USUAL_LOOKS, Effort
+from fxremat.frontend.effort import LOOKS_EACH, USUAL_LOOKS, Spending
 from tests.harness import captured
 
 
@@ -29,7 +29,14 @@ def least(effort: float, budget: object = "min") -> fxremat.Plan:
     """Plan the MLP for the least budget, where parts may round otherwise."""
     torch._dynamo.reset()
     x = torch.randn(512, 8)
-    return fxremat.plan(Wide(), x, budget, loss=torch.sum, split=True, effort=effort)
+    return fxremat.plan(
+        Wide(),
+        x,
+        budget,
+        loss=torch.sum,
+        bits="rounding",
+        effort=fxremat.Effort(effort, forms=("parts",)),
+    )
 
 
 def test_effort_finds_forms_in_parts_and_the_plan_says_where_it_was_spent(
@@ -60,9 +67,9 @@ def test_it_grows_with_a_large_step_and_a_step_that_waits_gets_less():
     joint = captured("gpt").line.joint
     operations = len(joint.forward) + len(joint.backward)
     assert LOOKS_EACH * operations <= USUAL_LOOKS  # a small model's forms are all looked at
-    first = Effort(1.0).looks(joint, needed=False, in_step=False)
-    waiting = Effort(1.0).looks(joint, needed=False, in_step=True)
-    needed = Effort(0.0).looks(joint, needed=True, in_step=True)
+    first = Spending(1.0).looks(joint, needed=False, in_step=False)
+    waiting = Spending(1.0).looks(joint, needed=False, in_step=True)
+    needed = Spending(0.0).looks(joint, needed=True, in_step=True)
     assert first is not None and first.most is not None
     assert waiting is None or (waiting.most or 0) < first.most
     assert needed is not None and needed.most is None
@@ -70,7 +77,7 @@ def test_it_grows_with_a_large_step_and_a_step_that_waits_gets_less():
 
 def test_what_was_spent_is_gone():
     joint = captured("gpt").line.joint
-    effort = Effort(1.0)
+    effort = Spending(1.0)
     forms = 0
     while (looks := effort.looks(joint, needed=False, in_step=False)) is not None:
         assert effort.spend(looks, joint, taken=True)
