@@ -16,7 +16,22 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import fxremat
+
 RESULTS = Path(__file__).parent / "results"
+
+SPLITS: dict[str, dict[str, Any]] = {
+    "as traced": {"effort": fxremat.Effort(forms=("norms",))},
+    "same bits": {},
+    "to rounding": {"bits": "rounding", "effort": fxremat.Effort(forms=("parts",))},
+}
+"""Options of ``fxremat.compile`` by what may be computed in parts."""
+
+
+def budgeted(budget: object, kind: str) -> str:
+    """Return a budget, of whatever form, as one of ``"allocated"`` or ``"reserved"`` bytes."""
+    amount = f"{100 * budget:.6g}%" if isinstance(budget, float) else budget
+    return f"{amount} {kind}"
 
 
 def machine() -> dict[str, Any]:

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from benchmarks.common import RESULTS, show
+from benchmarks.common import RESULTS, budgeted, show
 from benchmarks.devices import ALLOCATORS, describe, deterministic_kernels, forget
 from benchmarks.rows import Row, Rows, append, failure, run_part
 from fxremat.errors import BudgetError
@@ -325,15 +325,14 @@ def _compiled(
     entry: ZooModel, model: nn.Module, cell: Cell, budget: int | Budget, host_limit: int | None
 ) -> Any:
     args, kwargs = move(entry.sample(0), CUDA)
+    offload = OFFLOADS[cell.offload]
     how: dict[str, Any] = {
-        "offload": OFFLOADS[cell.offload],
-        "budget_on": cell.counted,
+        "offload": offload and fxremat.HostMemory(offload, limit=host_limit),
         "executor": "eager" if cell.executor == "eager" else "inductor",
     }
-    if host_limit is not None:
-        how["host_limit"] = host_limit
+    sample, written = fxremat.Sample(args, kwargs), budgeted(budget, cell.counted)
     with entry.context("cuda"):
-        return fxremat.compile(model, fxremat.Sample(args, kwargs), budget, loss=entry.loss, **how)
+        return fxremat.compile(model, sample, written, loss=entry.loss, **how)
 
 
 def order(name: str) -> None:

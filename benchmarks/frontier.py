@@ -204,7 +204,9 @@ def draw(name: str, results: list[dict[str, Any]], path: Path) -> None:
     torch._dynamo.reset()
     with entry.context("cpu"):
         sample = fxremat.Sample(args, kwargs)
-        curve = fxremat.frontier(entry.build(), sample, loss=entry.loss, drop_unused=True)
+        curve = fxremat.frontier(
+            entry.build(), sample, loss=fxremat.Loss(entry.loss, drop_unused=True)
+        )
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     base_s = curve.baseline.predicted_s

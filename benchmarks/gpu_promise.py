@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from benchmarks.common import RESULTS, show
+from benchmarks.common import RESULTS, budgeted, show
 from benchmarks.devices import (
     ALLOCATORS,
     describe,
@@ -55,9 +55,11 @@ Bits = tuple[Tensor, ...]
 class Promise:
     """One network on one device, at all budgets."""
 
-    def __init__(self, network: Network, device: torch.device, how: dict[str, Any]) -> None:
+    def __init__(
+        self, network: Network, device: torch.device, kind: str, how: dict[str, Any]
+    ) -> None:
         self._device = device
-        self._how = how
+        self._counted, self._how = kind, how
         with torch.device(device):
             self._model = network.build().to(network.dtype).train()
         self._inputs = network.inputs_on(device)
@@ -67,7 +69,7 @@ class Promise:
     @property
     def _counts_reserved(self) -> bool:
         """Whether the budget is for what the allocator takes; a CPU's takes nothing beside."""
-        return self._how["budget_on"] == "reserved" and self._device.type == "cuda"
+        return self._counted == "reserved" and self._device.type == "cuda"
 
     def row(self, budget: Budget) -> Row:
         """Plan, run and measure.
@@ -88,7 +90,9 @@ class Promise:
 
     def _measured(self, budget: Budget) -> Row:
         begin_s = time.perf_counter()
-        call = fxremat.compile(self._model, self._inputs, budget, **self._how)
+        call = fxremat.compile(
+            self._model, self._inputs, budgeted(budget, self._counted), **self._how
+        )
         plan = call.plan
         row: Row = {
             "planned_s": time.perf_counter() - begin_s,
@@ -160,13 +164,12 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     torch.manual_seed(0)
     how = {
         "offload": "auto" if options.offload else False,
-        "budget_on": options.budget_on,
         "executor": options.executor,
     }
     for name in options.networks:
         about: Row = {"network": name, "allocator": options.inside}
         try:
-            promise = Promise(PROMISED[name](tiny=options.tiny), device, how)
+            promise = Promise(PROMISED[name](tiny=options.tiny), device, options.budget_on, how)
         except Exception as error:  # the other networks are still to come
             append(options.rows, {**about, "budget": "", **failure(error)})
             continue

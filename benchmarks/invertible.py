@@ -3,7 +3,7 @@
 A plain network of convolutions, BatchNorm and leaky ReLU. The error is that of each
 parameter's gradient against the exact step, relative in the Euclidean norm, the largest of
 all parameters; beside it that of a step in which the input is changed in its last bit, which
-is what rounding alone does. Measured times: exact=False over exact=True at the same budget.
+is what rounding does. Measured times: bits="rounding" over bits="exact" at the same budget.
 Run: python -m benchmarks.invertible [--rounds N] [--threads N]
 """
 
@@ -22,6 +22,7 @@ from fxremat.costs.measure import seconds_of
 DEPTHS = (4, 8, 16, 32)
 SLOPES = (0.01, 0.1)
 SHARE = 0.6
+NORMS = fxremat.Effort(forms=("norms",))
 CPU = torch.device("cpu")
 
 
@@ -65,7 +66,8 @@ def measure(depth: int, slope: float, rounds: int) -> dict[str, Any]:
     for exact in (True, False):
         torch._dynamo.reset()
         model = network(depth, slope)
-        call = fxremat.compile(model, x, SHARE, loss=loss_of, exact=exact)
+        bits = "exact" if exact else "rounding"
+        call = fxremat.compile(model, x, SHARE, loss=loss_of, bits=bits, effort=NORMS)
         errors[exact] = error(gradients(model, call, x), expected)
         plans[exact] = call.plan
 

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from benchmarks.common import rows_but, save, show
+from benchmarks.common import SPLITS, rows_but, save, show
 from fxremat.units import format_bytes
 
 SMALL_BUDGET, H100_BUDGET = "2 GiB", "79 GiB"
-
-SPLITS: dict[str, Any] = {"as traced": False, "same bits": "exact", "to rounding": True}
 
 
 def llama(length: int, *, mask: bool, **sizes: int) -> nn.Module:
@@ -133,7 +131,7 @@ def peak_of(model: nn.Module, call: Any, given: Tensor) -> int:
 def measure_small(splits: Collection[str], *, mask: bool) -> Iterator[dict[str, Any]]:
     """The small one, here."""
     for called in splits:
-        split = SPLITS[called]
+        options = SPLITS[called]
         torch._dynamo.reset()
         begin = time.perf_counter()
         found = fxremat.max_batch(
@@ -142,8 +140,8 @@ def measure_small(splits: Collection[str], *, mask: bool) -> Iterator[dict[str, 
             SMALL_BUDGET,
             dim=1,
             loss="own",
-            split=split,
             most=1 << 19,
+            **options,
         )
         length = found.largest.size
         row = {"model": "small", "mask": mask, "split": called, "tokens": length}
@@ -152,7 +150,7 @@ def measure_small(splits: Collection[str], *, mask: bool) -> Iterator[dict[str, 
         torch._dynamo.reset()
         model, given = small(mask=mask), ids(length, 32_000)
         call = fxremat.compile(
-            model, ids(2048, 32_000), SMALL_BUDGET, loss="own", split=split, dynamic=True
+            model, ids(2048, 32_000), SMALL_BUDGET, loss="own", dynamic=True, **options
         )
         row["peak_bytes"] = peak_of(model, call, given)
         yield row
@@ -161,8 +159,7 @@ def measure_small(splits: Collection[str], *, mask: bool) -> Iterator[dict[str, 
 def measure_large(name: str, splits: Collection[str], *, mask: bool) -> Iterator[dict[str, Any]]:
     """The large one, by estimate."""
     for called in splits:
-        split = SPLITS[called]
-        if split == "exact":  # nothing is known of the kernels of a device that is not here
+        if called == "same bits":  # nothing is known of the kernels of a device that is not here
             continue
         torch._dynamo.reset()
         model = large(adapters=name == "lora", mask=mask)
@@ -175,7 +172,7 @@ def measure_large(name: str, splits: Collection[str], *, mask: bool) -> Iterator
             dim=1,
             loss="own",
             optimizer=torch.optim.AdamW,
-            split=split,
+            **SPLITS[called],
         )
         batches = found.batches
         yield {

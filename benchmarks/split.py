@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fxremat
-from benchmarks.common import Spread, interleave, ratios, rows_but, save, show
+from benchmarks.common import SPLITS, Spread, interleave, ratios, rows_but, save, show
 from benchmarks.overhead import vars_of
 from benchmarks.steps import Step, entry_of, planned
 from fxremat.errors import BudgetError
@@ -58,18 +58,21 @@ def error(found: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
     return float(off / whole)
 
 
-def compiled(entry: ZooModel, budget: Any, split: Any) -> tuple[Step, fxremat.CompiledModule]:
+def compiled(entry: ZooModel, budget: Any, split: str) -> tuple[Step, fxremat.CompiledModule]:
     """A model within a budget."""
     torch._dynamo.reset()
-    return planned(entry, budget, split=split)
+    return planned(entry, budget, **SPLITS[split])
 
 
 def measure(name: str, rounds: int) -> list[dict[str, Any]]:
     """Rows of one model."""
     entry = entry_of(name)
-    made = {KEPT: compiled(entry, "100%", False), "least, as traced": compiled(entry, "min", False)}
+    made = {
+        KEPT: compiled(entry, "100%", "as traced"),
+        "least, as traced": compiled(entry, "min", "as traced"),
+    }
     least_bytes = made["least, as traced"][1].plan.least_budget_bytes
-    for split, called in (("exact", "same bits"), (True, "to rounding")):
+    for called in ("same bits", "to rounding"):
         for budget, where in (
             ("100%", "room for all"),
             (least_bytes, "there"),
@@ -77,7 +80,7 @@ def measure(name: str, rounds: int) -> list[dict[str, Any]]:
             ("min", "least"),
         ):
             try:
-                made[f"{where}, {called}"] = compiled(entry, budget, split)
+                made[f"{where}, {called}"] = compiled(entry, budget, called)
             except BudgetError as refused:
                 print(f"{name}, {where}, {called}: {refused}")
     expected, truth = gradients(made[KEPT][0]), precise(entry)

@@ -15,13 +15,13 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import fxremat
-from benchmarks.common import Spread, interleave, ratios, save, show
+from benchmarks.common import SPLITS, Spread, interleave, ratios, save, show
 from benchmarks.overhead import vars_of
 from benchmarks.split_by_hand import PEERS, Decoder
 from fxremat.errors import BudgetError
@@ -33,9 +33,8 @@ BASE = "eager"
 CLOSE = 1e-4
 """Of the norm of a gradient: by how much another may differ."""
 
-Split = Literal["exact"] | bool
-
-SPLITS: dict[str, Split] = {"exact": "exact", "to rounding": True, "as traced": False}
+WAYS = {"exact": "same bits", "to rounding": "to rounding", "as traced": "as traced"}
+"""Names of ``SPLITS``, by names of the results."""
 
 AT_PEAKS = ("exact", "to rounding")
 """What is compared with each peer; all have a least budget."""
@@ -115,7 +114,7 @@ def plan(all_: Contenders, name: str, split: str, budget: str | int, **facts: An
     torch._dynamo.reset()
     all_.facts[name] = facts | {"split": split}
     try:
-        call = fxremat.compile(all_.model, all_.given, budget, loss="own", split=SPLITS[split])
+        call = fxremat.compile(all_.model, all_.given, budget, loss="own", **SPLITS[WAYS[split]])
     except BudgetError as error:
         print(f"{name}: {error}")
         all_.facts[name]["least_budget_bytes"] = error.least_budget_bytes
@@ -144,7 +143,7 @@ def measure(words: int, options: argparse.Namespace) -> dict[str, dict[str, Any]
         peak_bytes = all_.peak_bytes(name)
         for split in AT_PEAKS:
             plan(all_, f"{split}, {name}", split, peak_bytes, peer=name)
-    for split in SPLITS:
+    for split in WAYS:
         plan(all_, f"{split}, least", split, "min")
     all_.measure(options.rounds)
     return all_.facts
@@ -178,7 +177,7 @@ def main() -> None:
             for name in PEERS
         ]
         show(f"{words} words, at the peak of each peer", columns, rows)
-        least = [[split, *texts(facts[f"{split}, least"], "over_base")] for split in SPLITS]
+        least = [[split, *texts(facts[f"{split}, least"], "over_base")] for split in WAYS]
         show(f"{words} words, at the least budget", ["split", "peak", "time ÷ eager"], least)
 
 

@@ -98,8 +98,7 @@ def planned(entry: ZooModel, budget: Any, **options: Any) -> tuple[Step, fxremat
             model,
             fxremat.Sample(args, kwargs),
             budget,
-            loss=entry.loss,
-            drop_unused=True,
+            loss=fxremat.Loss(entry.loss, drop_unused=True),
             **options,
         )
     return make_step(entry, model, compiled), compiled

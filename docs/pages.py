@@ -1,7 +1,7 @@
 """Which files are pages of the site, and what docstrings' roles are there.
 
-Each file lies where it does in the repository, so that links hold. The page of constants is made of
-the code.
+Each file lies where it does in the repository, so that links hold. The pages of constants and of
+options are made from the code.
 """
 
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 from constants import constants_page  # beside this file, where hooks look first
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from option_table import options_page
 
 PAGES = (
     "*.md",
@@ -32,6 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             name = path.relative_to(root).as_posix()
             files.append(File(name, str(root), config.site_dir, config.use_directory_urls))
     files.append(File.generated(config, "docs/constants.md", content=constants_page(root)))
+    files.append(File.generated(config, "docs/options.md", content=options_page(root)))
     return files
 
 

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     )
     from fxremat.module.backend import backend, plan_of
     from fxremat.module.compiled import CompiledModule
-    from fxremat.options.arguments import Options
+    from fxremat.options.loss import Loss
+    from fxremat.options.plain import Options
+    from fxremat.options.values import Bits, HostMemory
+    from fxremat.planner.effort import Effort
     from fxremat.ranks.peers import Ranks
     from fxremat.report.estimate import Estimate
     from fxremat.report.frontier import Batches, BatchPoint, Frontier
@@ -47,11 +50,14 @@ _NAMES = {
     "api": ("compile", "estimate", "frontier", "max_batch", "plan"),
     "costs.devices": ("Device",),
     "costs.measure": ("StepMeasurement", "measure_step"),
-    "options.arguments": ("Options",),
+    "capture.sample": ("Sample",),
     "module.backend": ("backend", "plan_of"),
     "module.compiled": ("CompiledModule",),
+    "options.loss": ("Loss",),
+    "options.plain": ("Options",),
+    "options.values": ("Bits", "HostMemory"),
+    "planner.effort": ("Effort",),
     "ranks.peers": ("Ranks",),
-    "capture.sample": ("Sample",),
     "report.estimate": ("Estimate",),
     "report.frontier": ("BatchPoint", "Batches", "Frontier"),
     "report.plan": ("Plan", "StepPlan"),
@@ -65,18 +71,22 @@ __all__ = [
     "BackwardError",
     "BatchPoint",
     "Batches",
+    "Bits",
     "BudgetError",
     "BudgetWarning",
     "CaptureError",
     "CompiledModule",
     "CostError",
     "Device",
+    "Effort",
     "Estimate",
     "Frontier",
     "FxrematError",
     "GraphBreakWarning",
     "GraphError",
+    "HostMemory",
     "HostMemoryError",
+    "Loss",
     "NoGradientError",
     "Options",
     "Plan",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -14,26 +14,19 @@ from fxremat import torch_compat
 from fxremat.capture.isolation import generators_restored, in_training
 from fxremat.capture.sample import Sample, check_gradients
 from fxremat.costs.devices import Device, read_device
-from fxremat.errors import ArgumentError, BudgetError, SizesError
+from fxremat.errors import ArgumentError, BudgetError, SizesError, refuse
 from fxremat.graph.pool import frontier_over
 from fxremat.graph.pools import all_pools
 from fxremat.loop.optimizer_state import check_optimizers
 from fxremat.module.compiled import CompiledModule, compiled, original_of
 from fxremat.module.verify import check_verifiable, cross_checked, refuse_check, verified
-from fxremat.options.arguments import (
-    Arguments,
-    Assume,
-    Executor,
-    Offload,
-    Optimizers,
-    Split,
-    read_bool,
-    read_model,
-    read_plan,
-)
+from fxremat.options.arguments import Arguments, read_model
 from fxremat.options.budget import Budget, Readable
-from fxremat.options.loss import Loss
-from fxremat.planner.search import DEFAULT_GENERATORS
+from fxremat.options.loss import Loss, LossFunction
+from fxremat.options.readers import Assume, Executor, Optimizers, read_bool, read_plan
+from fxremat.options.table import OPTIONS, former_refused
+from fxremat.options.values import Bits, BitsKind, HostMemory, What
+from fxremat.planner.effort import Effort
 from fxremat.planning.choose import usual_context
 from fxremat.progress import shown
 from fxremat.ranks.peers import Peers, Ranks
@@ -46,6 +39,7 @@ from fxremat.sizing.max_batch import Batching, Dim, read_dims, read_most
 from fxremat.units import Counted
 
 
+@former_refused
 def compile(
     model: nn.Module,
     sample: object = None,
@@ -53,28 +47,20 @@ def compile(
     *,
     reserve: int | str = 0,
     optimizer: Optimizers | str | None = None,
-    loss: Loss | None = None,
-    target: Any = None,
-    drop_unused: bool = False,
+    loss: LossFunction | Loss | None = None,
     accumulate: bool = False,
-    offload: Offload = False,
-    host_limit: int | str | None = None,
-    host_dir: str | os.PathLike[str] | None = None,
-    exact: bool = True,
-    split: Split = "exact",
-    effort: float = 1.0,
-    budget_on: Counted = "allocated",
+    offload: What | Literal[False] | HostMemory = False,
+    bits: BitsKind | Bits = "exact",
+    effort: float | Effort = 1.0,
     executor: Executor = "eager",
     dynamic: bool | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
-    fullgraph: bool = False,
-    regions: Iterable[str] = (),
+    regions: Literal["auto", "one"] | Iterable[str] = "auto",
     in_flight: int = 1,
     strict: bool = False,
     assume: Assume = "usual",
-    verify_bits: int = 0,
     ranks: Ranks | None = None,
-    generators: Iterable[str] = DEFAULT_GENERATORS,
+    policy: None = None,
 ) -> CompiledModule:
     """Make ``model`` train within ``budget``, at the least step time that can be found.
 
@@ -85,98 +71,78 @@ def compile(
         budget: the most bytes that a step may have allocated: ``"6 GiB"``, bytes as an
             int, a share in (0, 1] of the peak with everything kept as a float or as
             ``"50%"``, or ``"min"``, the least that is feasible. A share and ``"min"`` are resolved
-            for the usual loop (see ``assume``), and once more when the state of an optimizer has
-            become known; ``"min"`` becomes more where a later call needs more.
-        reserve: bytes of the budget to leave alone.
+            for the usual loop (see ``assume``), and again when the state of an optimizer has
+            become known; ``"min"`` grows where a later call needs more. Text that ends in
+            ``" reserved"``, such as ``"22 GiB reserved"``, ``"50% reserved"`` or
+            ``"min reserved"``, limits all that the device's allocator takes for the step,
+            including its cache and the unused parts of its blocks, instead of the blocks that it
+            has handed out, which ``torch.cuda.max_memory_allocated`` reports. On a CPU both are
+            the same.
+        reserve: bytes of the budget that the plan leaves free.
         optimizer: an optimizer of the model, its class, or the name of one of ``torch.optim``, as
             ``"AdamW"``, or a list of these: the state that it keeps is counted from the start.
             Without it, state is counted once it exists.
-        loss: computes a scalar from the outputs, or from the outputs and ``target``, outside
-            the model; what it needs is measured, and outputs that it does not use get no
-            gradient (a backward through one raises). ``"own"`` for a model that computes its
-            own loss and returns it, as ``.loss``, ``["loss"]``, first of a tuple, or alone.
-            Without it, three times the bytes of the outputs are set aside.
-        target: what a ``loss`` such as ``torch.nn.CrossEntropyLoss()`` compares the outputs
-            with, for ``loss(model(x), target)``: a tensor of the sample's size, or a tuple or
-            dict of some. It is counted as held throughout the step.
-        drop_unused: return ``None`` in place of the outputs that ``loss`` does not use, such
-            as logits beside a loss: nobody can hold them, so they are counted no longer than
-            the step itself needs them.
-        accumulate: count a second set of gradients, into which each step's are added.
+        loss: computes a scalar from the outputs, outside the model; what it needs is measured, and
+            outputs that it does not use get no gradient (a backward through one raises).
+            ``"own"``: the model computes its own loss and returns it, as ``.loss``, ``["loss"]``,
+            first of a tuple, or as its only output. A :class:`Loss` has a target as well, or drops
+            outputs that are not used. ``None``: three times the bytes of the outputs are set aside.
+        accumulate: count a second set of gradients, to which those of each step are added.
             Gradients that exist already are counted anyway.
-        offload: ``"auto"``: activations may also travel to host memory and back, beside
-            the computations, where that is faster than recomputing them; ``"only"``:
-            nothing is recomputed; ``"conv"``: nor does anything travel but inputs of
-            convolutions and poolings (Hascoet et al.); ``False``: nothing travels.
-        host_limit: with ``offload``: the most host memory to use, ``"8 GiB"`` or bytes; else
-            as much as the plan takes. It is allocated here, once, and freed with the returned
-            module.
-        host_dir: with ``offload``, where the step runs on a CPU: folder of the file that
-            stands for host memory, on a fast disk or in memory; the system's for temporary
-            files if None.
-        exact: ``False``: the input of a BatchNorm may be rebuilt from the output of the leaky
-            ReLU behind it, which frees the norm's input at little time, but gives gradients
-            up to rounding, not the same bits.
-        split: ``"exact"``: runs of operations whose results for some rows (of the batch, the
-            sequence, or both) follow from these rows alone may be computed in parts, one after the
-            other: a loss over a vocabulary without its logits, an MLP without its hidden layer.
-            That is looked at where nothing else fits, or takes 1.2 times what everything kept
-            does, and of a loss whose gradient is an eighth of what a step allocates, or more: it
-            is in parts wherever that takes less than 0.9 times as long. Only operations are in
-            parts that were seen to give the same bits so, at the step's sizes, here. ``True``:
-            others, too, with results up to rounding; ``False``: none. With ``executor="inductor"``
-            and with ``ranks`` some are with ``True`` alone, with ``ranks`` none where the model is
-            captured as several graphs.
-        effort: how much of planning may go into further forms of the step, those in parts, that
-            are not needed to fit; in multiples of what is usual, which takes some seconds of CPU,
-            or half as long as all else of a long step. It is counted in operations that are looked
-            at, not by a clock, so the same step gets the same plan anywhere. ``0``: only forms that
-            are needed to fit; ``math.inf``: all. ``explain()`` says what was not looked at.
-        budget_on: ``"reserved"``: the budget is for all that the device's allocator takes for
-            the step, its cache and what lies fallow in it included, not for the blocks that it
-            has handed out, which ``torch.cuda.max_memory_allocated`` tells. The same on a CPU.
+        offload: ``"auto"``: activations may also travel to host memory and back, while the
+            device computes, where that is faster than recomputing them; ``"only"``: nothing is
+            recomputed; ``"conv"``: in addition, nothing travels but inputs of convolutions and
+            poolings (Hascoet et al.); ``False``: nothing travels. A :class:`HostMemory` limits
+            how much of it is used, and says where it is.
+        bits: ``"exact"``: gradients are bitwise those of the step without a plan. Runs of
+            operations whose results for some rows (of the batch, the sequence, or both) follow
+            from these rows only may be computed in parts, one after the other: a loss over a
+            vocabulary without its logits, an MLP without its hidden layer. They are considered
+            where nothing else fits, where a step takes 1.2 times as long as with everything kept,
+            and for a loss whose gradient is an eighth of what a step allocates, or more. Only
+            operations are computed in parts that were seen to give the same bits so, at the
+            step's sizes, on this machine. ``"rounding"``: others are computed in parts as well,
+            and the input of a BatchNorm may be rebuilt from the output of the leaky ReLU behind
+            it; gradients are equal to rounding. With ``executor="inductor"`` and with ``ranks``
+            runs are in parts only with ``"rounding"``; with ``ranks`` never where the model is
+            captured as several graphs. A :class:`Bits` also verifies bits while it trains.
+        effort: how much of planning may go into further forms of the step that are not needed to
+            fit, such as those in parts; in multiples of what is usual, which takes some seconds of
+            CPU. ``0``: only forms that are needed to fit; ``math.inf``: all. An :class:`Effort`
+            also says which forms and which solvers are used. ``explain()`` says what was left out.
         executor: ``"inductor"``: pointwise operations and reductions run as kernels that Inductor
             makes, which takes seconds to a minute here. At every budget gradients are bitwise
             those of the same kernels with everything kept, which are not eager's.
         dynamic: ``None``: the second size of an argument that is met is captured with symbols in
-            place of sizes, and all others run from that; ``True``: the first one already;
+            place of sizes, and all others run from that; ``True``: so is the first one;
             ``False``: each is captured by itself.
         plan: a plan of this step, or the file that :meth:`Plan.save` wrote it into: it is
-            followed, and nothing is measured or planned. Everything but ``host_dir`` must be
-            as it was made. ``budget`` may be left out then.
-        fullgraph: ``True``: a model that breaks the graph is refused. ``False``: the graphs that
-            it is captured in are *regions* of one step, within one budget. Nothing of such a model
-            runs here: its first training call captures it, runs each line once and what leaves
-            least of each region, as do calls until one was watched from begin to end; from then
-            on a plan for each is chosen together. What the model does at its first call alone
+            followed, and nothing is measured or planned. All options but the folder of host memory
+            must be as when it was made. ``budget`` may be left out then.
+        regions: ``"auto"``: the graphs that the model is captured in are *regions* of one step,
+            within one budget. Nothing of a model that breaks the graph runs here: its first
+            training call captures it and runs each line once. Until one call was watched from
+            begin to end, calls follow the plan of least memory of each region; from then on the
+            plans of all regions are chosen together. What the model does only at its first call
             breaks no later one: at the second call it is captured as one graph where it can be.
-        regions: names of modules, such as a model's layers, that are regions of their own; those
-            that are alike are captured and measured once.
-        in_flight: so many forwards may wait for their backward, as microbatches of a pipeline's
-            stage do: what the budget leaves beside the model is divided by them. More than one
+            ``"one"``: a model that breaks the graph is refused. Names of modules, such as a
+            model's layers: these are regions by themselves, and those that are alike are captured
+            and measured once.
+        in_flight: how many forwards may wait for their backward, as microbatches of a pipeline's
+            stage do: what the budget leaves above the model is divided by them. More than one
             imply ``accumulate``.
         strict: ``True``: a later step that no plan keeps within the budget raises ``BudgetError``.
             ``False``: once a step has run to its end, such a step follows the plan of least memory,
             with a ``BudgetWarning`` that says what grew and which budget would do.
-        assume: what least budgets, ``"min"`` and shares are to have room for. ``"usual"``: the
-            steps of the usual loop from the second one on, in which the previous outputs are still
-            held and gradients may exist, set to zero. ``"strict"``: one step, before which there is
-            neither; other networks of the process are not counted either.
-        verify_bits: ``n``: in every ``n``-th step one run of operations that ``split="exact"``
-            computes in parts is computed at once as well, on the numbers of the step, where the
-            budget has room for that above the plan's peak. If bits differ, the step has those of
-            the operations at once, a ``BudgetWarning`` names the run, and later plans do without
-            it. Steps that are measured for later plans, such as the first ones, are left out.
-            ``0``: never.
+        assume: what least budgets, ``"min"`` and shares have room for. ``"usual"``: the steps of
+            the usual loop from the second one on, in which the previous outputs are still held and
+            gradients may exist, set to zero. ``"strict"``: one step, before which neither exists;
+            other networks of the process are not counted either.
         ranks: processes that train the model together, and what they do where they differ: the
-            first of them plans, by the most that any measures, and all follow. ``None``: those of
-            the model's ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s; where nothing
-            tells of others, each process plans for itself.
-        generators: names of solvers whose schedules the planner looks at, and goes on from by local
-            search: ``"rotor"``, ``"equiv_chain"``, ``"join"``, ``"store_all"``, ``"periodic"``,
-            ``"revolve"`` or ``"pofo"`` (see :func:`fxremat.solve`). ``"join"`` and
-            ``"equiv_chain"`` have some for branches that meet alone. Least budgets are then those
-            of these.
+            first of them plans, by the most that any of them measures, and all follow. ``None``:
+            those of the model's ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s;
+            where nothing refers to others, each process plans for itself.
+        policy: ``None``: the planner decides what is kept.
 
     Returns a module that trains exactly as ``model`` does, and shares all it has.
 
@@ -185,8 +151,8 @@ def compile(
             does not keep to it. A training call of a model of several regions raises it where
             no plans of them fit together, or three steps in a row took more.
         PlanError: ``plan`` cannot be read, or is one of another step.
-        ArgumentError: another argument cannot be read, ``loss`` returns no scalar, or
-            ``optimizer`` is of another model.
+        ArgumentError: another argument cannot be read or has a former name, ``loss`` returns no
+            scalar, or ``optimizer`` is of another model.
         SampleError: the sample is of another kind, or on another device than the model.
         NoGradientError: nothing requires a gradient.
         CaptureError: the model breaks the graph where that is refused, or with ``offload`` or
@@ -196,7 +162,7 @@ def compile(
         RankError: processes do not agree, or one of them does not come in time.
         Exception: what the model itself raises at the sample, as it is.
     """
-    # The others go by their own names to Arguments.read.
+    # The others are passed to Arguments.read by their own names.
     given = {name: value for name, value in locals().items() if name not in ("model", "sample")}
     with Peers.told_of_refusals(model, ranks):
         cuda_graph.refuse_planning()
@@ -220,7 +186,7 @@ def plan(
             of up to 12 stages, in up to two minutes: ``cross_check`` of the plan, and a line of
             ``explain()``, have its seconds and the gap, or say why there are none. Not with
             ``offload``.
-        **options: of :func:`compile`, but ``fullgraph`` and ``regions``.
+        **options: of :func:`compile`, but ``regions``.
 
     Raises:
         FxrematError: the errors of :func:`compile`; a ``CaptureError`` where the model breaks the
@@ -229,30 +195,35 @@ def plan(
     """
     if read_bool("check", check):
         refuse_check(options.get("offload", False))
-    made = compile(model, sample, budget, **_whole(options))
+    made = compile(model, sample, budget, **_whole("plan", options))
     made._training.loop.leave()  # it does not train
     (found,) = made.plans
     return cross_checked(found) if check else found
 
 
-def frontier(model: nn.Module, sample: object, **options: Any) -> Frontier:
+def frontier(
+    model: nn.Module, sample: object, *, counted: Counted = "allocated", **options: Any
+) -> Frontier:
     """The least step time at every budget, by recomputation alone.
 
-    All points come from the tables that plans are made from: no solve a point. With the least
-    peaks runs of operations are computed in parts, as ``split`` lets them be.
+    All points come from the tables that plans are made from: no solver runs for a point. At the
+    least peaks runs of operations are computed in parts, as ``bits`` and ``effort`` allow.
 
     Args:
         model: the module to train; it is not changed.
         sample: arguments of one call, as for :func:`compile`.
-        **options: of :func:`compile`, but ``budget``, ``fullgraph`` and ``regions``. ``offload``
-            changes nothing here.
+        counted: which bytes peaks are in: ``"allocated"`` or ``"reserved"``, as budgets are.
+        **options: of :func:`compile`, but ``budget`` and ``regions``. ``offload`` changes nothing
+            here.
 
     Returns points of peak bytes and seconds of a step.
 
     Raises:
         FxrematError: the errors of :func:`compile`.
     """
-    made = compile(model, sample, 1.0, **_whole(options))
+    if counted not in get_args(Counted):
+        refuse("counted", counted, "'allocated' or 'reserved'")
+    made = compile(model, sample, f"100% {counted}", **_whole("frontier", options))
     made._training.loop.leave()  # it does not train
     (graph,) = made._training.graphs
     (first,) = graph.calls.plans
@@ -282,12 +253,13 @@ def max_batch(
         model: the module to train.
         sample: as for :func:`compile`. Sizes that are equal in it vary together, so its batch
             should differ from its other sizes, and be at least 2.
-        budget: ``"6 GiB"``, or bytes as an int.
+        budget: ``"6 GiB"``, ``"6 GiB reserved"``, or bytes as an int.
         dim: the batch: a dimension of the sample's first tensor; or a pair, an argument's index
             or name and a dimension of it. A list of these asks for all sizes that fit together:
             for some sizes of the others the largest of the first.
         most: the largest size that is asked for; none beyond 2^20 is anyway.
-        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``in_flight`` and ``ranks``.
+        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``regions``, ``in_flight`` and
+            ``ranks``.
 
     Returns sizes, their least budgets and predicted seconds. The first time that a size beyond the
     largest is compiled may find it to fit yet, or the largest to be one too many, where kernels
@@ -302,14 +274,14 @@ def max_batch(
             :func:`compile`.
     """
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
-    budget_bytes = Budget.read(budget).nbytes
+    read = Budget.read(budget)
+    budget_bytes = read.nbytes
     if budget_bytes is None:
         raise BudgetError(f"budget is {budget!r}: give bytes as '6 GiB' or an int")
-    _refuse(options, ("dynamic", "plan"), "max_batch, which captures all sizes at once")
-    _refuse(options, ("in_flight", "ranks"), "max_batch, which knows of one step")
+    options = _whole("max_batch", options)
     asked = read_dims(model, call, dim)
     try:
-        made = compile(model, call, 1.0, dynamic=True, **_whole(options))
+        made = compile(model, call, f"100% {read.counted}", dynamic=True, **options)
     except SizesError as error:
         raise SizesError(
             error.found,
@@ -323,7 +295,7 @@ def max_batch(
 
     def trains(resized: Sample) -> bool:
         try:
-            tried = compile(model, resized, budget_bytes, dynamic=False, **_whole(options))
+            tried = compile(model, resized, budget, dynamic=False, **options)
         except BudgetError:
             return False
         tried._training.loop.leave()
@@ -341,11 +313,6 @@ def max_batch(
             progress,
             trains,
         ).over(asked)
-
-
-_NOT_ESTIMATED = (
-    "dynamic", "executor", "fullgraph", "in_flight", "plan", "ranks", "regions",
-)  # fmt: skip
 
 
 def estimate(
@@ -382,9 +349,10 @@ def estimate(
         verify: make the plan once more on this machine's CUDA device, or on what stands in for
             one, and follow it for some steps, of a copy without data: what torch's allocator has
             handed out, and taken, is in ``verified``. That memory must be there.
-        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``in_flight``, ``ranks`` and
-            ``executor``: operations run as eager runs them. Which of them keep their bits in parts
-            is measured where they run, so nothing is in parts but with ``split=True``.
+        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``regions``, ``in_flight``,
+            ``ranks`` and ``executor``: operations run as eager runs them. Which of them keep their
+            bits in parts is measured where they run, so nothing is in parts but with
+            ``bits="rounding"``.
 
     Returns the least budget, the peak with everything kept, the frontier between them and what was
     asked for beside.
@@ -398,7 +366,7 @@ def estimate(
         torch.OutOfMemoryError: ``verify`` needs more memory than the CUDA device has.
     """
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
-    _refuse(options, _NOT_ESTIMATED, "estimate, which runs one step of nothing")
+    _refuse("estimate", options)
     if read_bool("verify", verify):
         check_verifiable()
     target, given = read_device(device), None if budget is None else Budget.read(budget)
@@ -422,18 +390,27 @@ def estimate(
         return replace(found, verified=verified(inner, call, asked.options))
 
 
-def _whole(options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` for a model that is captured whole.
+_WHY = {
+    "plan": "makes one plan, for all that a model does",
+    "frontier": "shows one graph, of all that a model does",
+    "max_batch": "plans one step of one process, captured for all sizes at once",
+    "estimate": "runs nothing: it captures one step, for one process, as eager would run it",
+}
+"""Why a function does not take all options."""
+
+
+def _whole(function: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return ``options`` for a model that is captured as one graph.
 
     Raises:
-        ArgumentError: it is not to be.
+        ArgumentError: ``function`` does not take one of them.
     """
-    _refuse(options, ("fullgraph", "regions"), "one plan, which is of all that a model does")
-    return {**options, "fullgraph": True}
+    _refuse(function, options)
+    return {**options, "regions": "one"}
 
 
-def _refuse(options: dict[str, Any], names: Iterable[str], why: str) -> None:
-    for name in names:
-        if name in options:
-            message = f"{name}= is not for {why}: leave it out"
-            raise ArgumentError(message, argument=name, value=options[name])
+def _refuse(function: str, options: dict[str, Any]) -> None:
+    for option in OPTIONS:
+        if option.name in options and not option.taken_by(function):
+            message = f"{option.name}= is not for {function}, which {_WHY[function]}: leave it out"
+            raise ArgumentError(message, argument=option.name, value=options[option.name])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.options.arguments import MOST_BYTES
+from fxremat.options.readers import MOST_BYTES
 from tests.models.bits import assert_bitwise_equal
 
 
@@ -132,7 +132,7 @@ class Table(nn.Module):
 
 SAMPLED: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "compile": lambda model, x: fxremat.compile(model, x, "min"),
-    "compile, one graph": lambda model, x: fxremat.compile(model, x, "min", fullgraph=True),
+    "compile, one graph": lambda model, x: fxremat.compile(model, x, "min", regions="one"),
     "compile with a loss": lambda model, x: fxremat.compile(model, x, "min", loss=torch.sum),
     "plan": lambda model, x: fxremat.plan(model, x, "min"),
     "frontier": fxremat.frontier,
@@ -181,7 +181,7 @@ def test_what_breaks_the_graph_is_named():
     model = Branches()
     refuse(
         fxremat.CaptureError,
-        lambda: fxremat.compile(model, X, "min", fullgraph=True),
+        lambda: fxremat.compile(model, X, "min", regions="one"),
         model,
         "Branches",
         "if y.sum() > 0",
@@ -189,7 +189,7 @@ def test_what_breaks_the_graph_is_named():
     picks = Picks()
     refuse(
         fxremat.CaptureError,
-        lambda: fxremat.compile(picks, X, "min", fullgraph=True),
+        lambda: fxremat.compile(picks, X, "min", regions="one"),
         picks,
         "x.sum(1) > 0",
     )
@@ -222,7 +222,7 @@ def test_the_greatest_reserve_is_a_budget_too_small():
 @pytest.mark.parametrize("offload", ["auto", "only", "conv"])
 def test_budgets_and_limits_beyond_all_memory_are_as_good_as_none(offload: Any):
     for limit in (None, 10**30):
-        plan = fxremat.plan(layers(), X, 10**30, offload=offload, host_limit=limit)
+        plan = fxremat.plan(layers(), X, 10**30, offload=fxremat.HostMemory(offload, limit=limit))
         assert plan.host_bytes == 0
 
 
@@ -292,19 +292,21 @@ Y = torch.randint(32, (16,), generator=torch.Generator().manual_seed(0))
             ("mse_loss", "target="),
         ),
         (
-            lambda model: fxremat.compile(model, X, "min", target=Y),
+            lambda model: fxremat.compile(model, X, "min", loss=fxremat.Loss(None, target=Y)),
             fxremat.ArgumentError,
-            ("target", "loss="),
+            ("loss", "fxremat.Loss"),
         ),
         (
-            lambda model: fxremat.compile(model, X, "min", loss="own", target=Y),
+            lambda model: fxremat.compile(model, X, "min", loss=fxremat.Loss("own", target=Y)),
             fxremat.ArgumentError,
             ("target", "own"),
         ),
         (
-            lambda model: fxremat.compile(model, X, "min", loss=lambda out: out.sum(), target=Y),
+            lambda model: fxremat.compile(
+                model, X, "min", loss=fxremat.Loss(lambda out: out.sum(), target=Y)
+            ),
             fxremat.ArgumentError,
-            ("target", "alone"),
+            ("target", "only the outputs"),
         ),
         (
             lambda model: fxremat.compile(model, X, "min", loss="own"),
@@ -371,19 +373,21 @@ def test_a_sample_too_long_for_the_model_raises_what_the_model_does(given: bool)
 def test_a_loss_and_its_target_are_counted():
     model, criterion = nn.Sequential(nn.Linear(32, 512), nn.Linear(512, 32)), nn.MSELoss()
     target = torch.randn(16, 32)
-    given = fxremat.plan(model, X, 1.0, loss=criterion, target=target)
+    given = fxremat.plan(model, X, 1.0, loss=fxremat.Loss(criterion, target=target))
     same = fxremat.plan(model, X, 1.0, loss=lambda out: criterion(out, target))
     assert given.predicted_peak_bytes == same.predicted_peak_bytes + target.nbytes
-    shared = fxremat.plan(model, X, 1.0, loss=criterion, target=X)
+    shared = fxremat.plan(model, X, 1.0, loss=fxremat.Loss(criterion, target=X))
     assert shared.predicted_peak_bytes == same.predicted_peak_bytes
-    dry = [fxremat.estimate(model, X, loss=criterion, target=own) for own in (target, X)]
+    dry = [
+        fxremat.estimate(model, X, loss=fxremat.Loss(criterion, target=own)) for own in (target, X)
+    ]
     assert dry[0].peak_bytes == dry[1].peak_bytes + target.nbytes
 
 
 def test_a_step_with_a_criterion_keeps_to_its_budget():
     model, criterion = layers(256), nn.MSELoss()
     x, y = torch.randn(64, 256), torch.randn(64, 256)
-    compiled = fxremat.compile(model, x, "min", loss=criterion, target=y)
+    compiled = fxremat.compile(model, x, "min", loss=fxremat.Loss(criterion, target=y))
 
     def step() -> None:
         criterion(compiled(x), y).backward()
@@ -458,7 +462,7 @@ def test_existing_gradients_and_reserves_are_counted():
 def test_on_a_cpu_what_is_reserved_is_what_is_allocated():
     model = layers()
     allocated = fxremat.plan(model, X, 1.0)
-    reserved = fxremat.plan(model, X, 1.0, budget_on="reserved")
+    reserved = fxremat.plan(model, X, "100% reserved")
     assert (allocated.budget_on, reserved.budget_on) == ("allocated", "reserved")
     for plan in (allocated, reserved):
         assert plan.predicted_reserved_bytes == plan.predicted_peak_bytes == plan.counted_bytes
@@ -487,13 +491,12 @@ def test_what_a_limit_of_host_memory_makes_infeasible_says_so():
             model,
             X,
             free.budget_bytes,
-            offload="only",
+            offload=fxremat.HostMemory("only", limit=limit),
             assume="strict",
-            host_limit=limit,
             loss=None,
         ),
         model,
-        "host_limit=",
+        "limit=",
         str(limit),
         str(free.budget_bytes),
     )
@@ -502,7 +505,11 @@ def test_what_a_limit_of_host_memory_makes_infeasible_says_so():
     enough = int(named[1])
     assert limit < enough
     plan = fxremat.plan(
-        model, X, free.budget_bytes, offload="only", assume="strict", host_limit=enough
+        model,
+        X,
+        free.budget_bytes,
+        offload=fxremat.HostMemory("only", limit=enough),
+        assume="strict",
     )
     assert plan.predicted_peak_bytes <= free.budget_bytes
 
@@ -511,8 +518,8 @@ def test_what_cannot_travel_is_blamed_where_no_limit_binds():
     model = layers()
     for limit in (None, "1 GiB"):
         with pytest.raises(fxremat.BudgetError) as caught:
-            fxremat.compile(model, X, 1000, offload="only", host_limit=limit)
-        assert "host_limit" not in str(caught.value)
+            fxremat.compile(model, X, 1000, offload=fxremat.HostMemory("only", limit=limit))
+        assert "HostMemory" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_same_bits_within_the_budget(name: str):
 
 def refused(model: nn.Module, *sample: Tensor) -> str:
     with pytest.raises(CaptureError) as caught:
-        fxremat.compile(model, sample, "min", loss=torch.sum, fullgraph=True)
+        fxremat.compile(model, sample, "min", loss=torch.sum, regions="one")
     return str(caught.value)
 
 
@@ -90,7 +90,7 @@ def test_sparse_inputs_and_buffers_train_with_the_same_bits(layout: torch.layout
         model = Convolved(edges if as_buffer else None)
         call = model
         if budget is not None:
-            call = fxremat.compile(model, None, budget, loss=squares, target=target)
+            call = fxremat.compile(model, None, budget, loss=fxremat.Loss(squares, target=target))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         seen = []
         for _ in range(5):

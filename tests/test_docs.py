@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 
 import fxremat
+from fxremat.options.table import OPTIONS
 from fxremat.planner.search import GENERATORS_BY_NAME
 
 ROOT = Path(__file__).parent.parent
@@ -144,13 +145,28 @@ def test_docstrings_can_be_read_alone(name: str) -> None:
         assert len(first.split()) > 3, (place, first)
 
 
-def test_every_constant_says_what_it_is_for():
-    """Its page is made of these words."""
-    spec = importlib.util.spec_from_file_location("constants", ROOT / "docs" / "constants.py")
+def made_by(name: str) -> Any:
+    """The module of ``docs/`` that makes a page from the code."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    page = module.constants_page(ROOT)
+    return module
+
+
+def test_every_option_has_its_row_in_both_tables():
+    page = made_by("option_table").options_page(ROOT)
+    interface = (ROOT / "docs" / "interface.md").read_text().split("## Arguments")[1]
+    for text in (page, interface.split("## Errors")[0]):
+        found = re.findall(r"^\| `(\w+)=`", text, flags=re.M)
+        assert found == [option.name for option in OPTIONS]
+    for option in OPTIONS:
+        assert all(f"| `{field.name}` |" in page for field in option.fields)
+
+
+def test_every_constant_says_what_it_is_for():
+    """Its page is made of these words."""
+    page = made_by("constants").constants_page(ROOT)
     rows = [line for line in page.splitlines() if line.startswith("| ") and "`" in line]
     assert len(rows) > 100
     assert not [row for row in rows if row.endswith("|  |")]

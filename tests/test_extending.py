@@ -65,7 +65,7 @@ def test_an_own_generator_is_planned_by(shown: dict[str, Any]) -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))] * 6)
     x = torch.randn(512, 64)
     full = fxremat.plan(model, x, 1.0)
-    plan = fxremat.plan(model, x, 0.9, generators=["every_other"])
+    plan = fxremat.plan(model, x, 0.9, effort=fxremat.Effort(generators=["every_other"]))
     assert plan.predicted_peak_bytes <= plan.budget_bytes < full.predicted_peak_bytes
     assert shown["every_other"] is GENERATORS_BY_NAME["every_other"]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.graph import further
 from fxremat.report.plan import Plan
+from tests.efforts import WHOLE
 from tests.models.zoo import seeded
 
 ROWS, WIDTH, HIDDEN = 1152, 16, 256
@@ -83,7 +84,7 @@ def planned(model: nn.Module, budget: Any, *given: Tensor, **options: Any) -> Pl
 def test_only_what_is_at_the_peak_is_in_parts():
     with seeded(0):
         model, x = Layers(), torch.randn(ROWS, WIDTH)
-    least_bytes = planned(model, "min", x, split=False).least_budget_bytes
+    least_bytes = planned(model, "min", x, effort=WHOLE).least_budget_bytes
     plan = planned(model, int(0.95 * least_bytes), x)
     assert plan.form.peak
     assert "at the peak are computed in parts" in " ".join(plan.explain().split())
@@ -94,8 +95,8 @@ def test_only_what_is_at_the_peak_is_in_parts():
 def test_a_mask_of_all_layers_is_made_for_each_where_it_does_not_fit():
     with seeded(0):
         model, x, seen = Masked(), torch.randn(256, WIDTH), torch.rand(256, 256) > 0.3
-    whole = planned(model, "100%", x, seen, split=False)
-    least = planned(model, "min", x, seen, split=False)
+    whole = planned(model, "100%", x, seen, effort=WHOLE)
+    least = planned(model, "min", x, seen, effort=WHOLE)
     assert whole.form.shared
     assert not least.form.shared
     assert least.predicted_peak_bytes < least.baseline_peak_bytes

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxremat
+from tests.efforts import WHOLE
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import StepResult, run_step
@@ -158,7 +159,7 @@ def test_a_plan_tells_what_was_fused(capsys: pytest.CaptureFixture[str]):
     plan.explain()
     printed = capsys.readouterr().out
     assert all(unit.name in printed for unit in plan.fused)
-    assert fxremat.plan(model, x, "min", split=False).fused == ()
+    assert fxremat.plan(model, x, "min", effort=WHOLE).fused == ()
 
 
 @pytest.mark.more

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -68,11 +69,12 @@ def travelling() -> tuple[nn.Module, CompiledModule]:
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     model = nn.Sequential(*layers)
     sample = torch.randn(64, WIDTH)
-    options = {"loss": torch.sum, "offload": "only", "assume": "strict"}
+    options: dict[str, Any] = {"loss": torch.sum, "offload": "only", "assume": "strict"}
     host_bytes = fxremat.plan(model, sample, "min", **options).host_bytes
     assert host_bytes > 0
     torch._dynamo.reset()
-    return model, fxremat.compile(model, sample, "min", host_limit=host_bytes, **options)
+    options["offload"] = fxremat.HostMemory("only", limit=host_bytes)
+    return model, fxremat.compile(model, sample, "min", **options)
 
 
 def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> list[Tensor]:

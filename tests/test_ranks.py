@@ -91,15 +91,16 @@ def test_another_size_for_all_where_graphs_have_collectives() -> None:
 @pytest.mark.slow
 def test_every_process_has_its_share_of_a_nodes_host_memory() -> None:
     limit = 16 << 20
-    options = {"offload": "only", "host_limit": limit}
-    for _, own in check("ddp_inside", [0.6], **options):
+    host = fxremat.HostMemory("only", limit=limit)
+    for _, own in check("ddp_inside", [0.6], offload=host):
         assert 0 < own.host_bytes <= limit // 2
 
 
 @pytest.mark.parametrize("offload", [pytest.param("only", marks=pytest.mark.slow), "auto"])
 def test_sharded_blocks_travel_within_a_nodes_host_memory(offload: str) -> None:
     limit = 32 << 20
-    for _, own in check("fsdp", [0.5], offload=offload, host_limit=limit):
+    host = fxremat.HostMemory(offload, limit=limit)
+    for _, own in check("fsdp", [0.5], offload=host):
         assert 0 < own.host_bytes <= limit // 2
 
 

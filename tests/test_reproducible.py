@@ -12,6 +12,7 @@ import torch
 
 import fxremat
 from fxremat.graph import graph as graphs
+from tests.efforts import WHOLE
 from tests.frontend.test_emission import SAMPLE, model
 from tests.models import ZOO
 
@@ -91,7 +92,7 @@ def refuse(*_args: object, **_options: object) -> None:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_another_budget_needs_no_measuring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FXREMAT_CACHE", str(tmp_path))
-    whole = {"split": False}  # parts are cut for a budget, and measured then
+    whole = {"effort": WHOLE}  # parts are cut for a budget, and measured then
     full = fxremat.plan(model(), SAMPLE, 1.0, **whole)
     torch._dynamo.reset()
     monkeypatch.setattr(graphs, "measure_line", refuse)

@@ -21,6 +21,7 @@ from fxremat.graph import further, pool
 from fxremat.graph import graph as graphs
 from fxremat.passes.split.parts import Changed, same_bits
 from fxremat.passes.stages.block import Block
+from tests.efforts import ROUNDED_PARTS, SPLITS, WHOLE
 from tests.models import ZOO
 
 WORDS, WIDTH, TOKENS = 4096, 16, 256
@@ -90,7 +91,7 @@ def first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def least_bytes() -> int:
     """The least that a step takes that is computed as it was traced."""
-    return compiled(made(), "min", split=False).plan.least_budget_bytes
+    return compiled(made(), "min", effort=WHOLE).plan.least_budget_bytes
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def some_bytes(least_bytes: int) -> int:
 
 def test_a_third_of_the_least_is_kept_to(least_bytes: int):
     model, given = made(), batch()
-    call = compiled(model, least_bytes // 3, split=True)
+    call = compiled(model, least_bytes // 3, **ROUNDED_PARTS)
     found = [gradients(model, call, given) for _ in range(3)][-1]
     truth = made()
     for ours, expected in zip(found, gradients(truth, truth, given), strict=True):
@@ -146,14 +147,18 @@ def test_where_everything_fits_nothing_else_is_in_parts(monkeypatch: pytest.Monk
     monkeypatch.setattr(pool, "FASTER", 100.0)
     torch._dynamo.reset()
     model, x = Sequences(breaks=False).double(), torch.randn(2, 256, 16, dtype=torch.float64)
-    call = fxremat.compile(model, x, "100%", loss="own", split=True, assume="strict")
+    call = fxremat.compile(model, x, "100%", loss="own", **ROUNDED_PARTS, assume="strict")
     assert (call.plan.form.parts_bytes, call.plan.form.exact) == (0, True)
 
 
 @pytest.mark.more
 def test_dropout_draws_what_it_draws_without():
     model, given = made(dropout=0.5), batch()
-    found = gradients(model, compiled(model, "min", split=True), given)
+    found = gradients(
+        model,
+        compiled(model, "min", **ROUNDED_PARTS),
+        given,
+    )
     truth = made(dropout=0.5)
     for ours, expected in zip(found, gradients(truth, truth, given), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
@@ -162,7 +167,7 @@ def test_dropout_draws_what_it_draws_without():
 @pytest.mark.more
 def test_other_batches_run_in_parts_of_other_sizes(least_bytes: int):
     model, truth = made(), made()
-    call = compiled(model, least_bytes, split=True, dynamic=True)
+    call = compiled(model, least_bytes, **ROUNDED_PARTS, dynamic=True)
     for count in (2, 3, 1, 5):
         given = batch(count)
         found = [gradients(model, call, given) for _ in range(2)][-1]
@@ -174,10 +179,10 @@ def test_other_batches_run_in_parts_of_other_sizes(least_bytes: int):
 @pytest.mark.more
 def test_a_plan_that_was_saved_is_followed(tmp_path: Path):
     model, given = made(), batch()
-    first = compiled(model, "min", split=True)
+    first = compiled(model, "min", **ROUNDED_PARTS)
     assert first.plan.form.parts_bytes
     first.plan.save(tmp_path / "plan.json")
-    again = compiled(model, None, split=True, plan=str(tmp_path / "plan.json"))
+    again = compiled(model, None, **ROUNDED_PARTS, plan=str(tmp_path / "plan.json"))
     assert again.plan.forward_code == first.plan.forward_code
     assert again.plan.backward_code == first.plan.backward_code
     found = [gradients(model, call, given) for call in (first, again)]
@@ -188,7 +193,7 @@ def test_a_plan_that_was_saved_is_followed(tmp_path: Path):
 @pytest.mark.parametrize("offload", ["auto", "only"])
 def test_parts_are_computed_while_others_travel(offload: str):
     model, given = made(), batch()
-    call = compiled(model, "min", split=True, offload=offload)
+    call = compiled(model, "min", **ROUNDED_PARTS, offload=offload)
     truth = made()
     found = [gradients(model, call, given) for _ in range(2)][-1]
     for ours, expected in zip(found, gradients(truth, truth, given), strict=True):
@@ -201,7 +206,7 @@ def test_parts_beside_kernels_of_inductor():
     model, truth, given = made(), made(), batch()
     whole = compiled(model, "min", executor="inductor")
     assert not whole.plan.form.parts_bytes  # whose bits are not those of kernels in parts
-    call = compiled(model, "min", split=True, executor="inductor")
+    call = compiled(model, "min", **ROUNDED_PARTS, executor="inductor")
     assert {run.parts > 1 for run in call.plan.fused} == {True, False}
     found = [gradients(model, call, given) for _ in range(2)][-1]
     for ours, expected in zip(found, gradients(truth, truth, given), strict=True):
@@ -266,7 +271,7 @@ def test_others_keep_to_the_least_budget(name: str):
     model, x = build().double(), torch.randn(*shape, dtype=torch.float64)
     expected = gradients(model, model, (x,))
     torch._dynamo.reset()
-    call = fxremat.compile(model, x, "min", loss="own", split=True)
+    call = fxremat.compile(model, x, "min", loss="own", **ROUNDED_PARTS)
     found = [gradients(model, call, (x,)) for _ in range(4)][-1]
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
@@ -329,7 +334,7 @@ class Rewritten(nn.Module):
 def test_what_the_forward_writes_to_is_not_read_later_once_more(split: Any):
     torch.manual_seed(0)
     model, x, y = Rewritten().double(), *torch.randn(2, 512, 16, dtype=torch.float64)
-    call = fxremat.compile(model, (x, y.clone()), "min", loss="own", split=split)
+    call = fxremat.compile(model, (x, y.clone()), "min", loss="own", **SPLITS[split])
     for _ in range(2):
         found, expected = (gradients(model, own, (x, y.clone())) for own in (call, model))
         for ours, theirs in zip(found, expected, strict=True):
@@ -343,7 +348,10 @@ def test_runs_of_which_some_cannot_be_in_parts_make_no_circle():
     model = entry.build()
     torch._dynamo.reset()
     call = fxremat.compile(
-        model, fxremat.Sample(args, kwargs), "min", loss=entry.loss, drop_unused=True, split="exact"
+        model,
+        fxremat.Sample(args, kwargs),
+        "min",
+        loss=fxremat.Loss(entry.loss, drop_unused=True),
     )
     entry.loss(call(*args, **kwargs)).backward()
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -360,7 +368,7 @@ def test_graphs_of_a_step_are_in_parts_where_else_they_do_not_fit():
     least_bytes = {}
     for split in (False, True):
         torch._dynamo.reset()
-        call = fxremat.compile(model, x, "min", loss="own", split=split)
+        call = fxremat.compile(model, x, "min", loss="own", **SPLITS[split])
         found = [gradients(model, call, (x,)) for _ in range(4)][-1]
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
@@ -376,7 +384,7 @@ def test_graphs_of_a_step_are_in_parts_where_else_they_do_not_fit():
 def test_a_profiler_of_the_user_does_not_stop_graphs_that_are_to_be_in_parts(count: int):
     torch._dynamo.reset()
     model, x = Sequences(breaks=True).double(), torch.randn(2, 256, 16, dtype=torch.float64)
-    call = fxremat.compile(model, x, "min", loss="own", split=True)
+    call = fxremat.compile(model, x, "min", loss="own", **ROUNDED_PARTS)
     for _ in range(count):
         gradients(model, call, (x,))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -411,7 +419,7 @@ def test_parts_that_are_alike_are_not_run_once_more_at_other_sizes(
 
     monkeypatch.setattr(scaled, "Operations", Watched)
     model = made()
-    call = compiled(model, "min", split=True, dynamic=True)
+    call = compiled(model, "min", **ROUNDED_PARTS, dynamic=True)
     for count in (3, 1, 4):
         given = batch(count)
         gradients(model, call, given)
@@ -423,7 +431,7 @@ def test_parts_that_are_alike_are_not_run_once_more_at_other_sizes(
 
 def test_frontier_goes_below_what_the_traced_step_takes(least_bytes: int):
     torch._dynamo.reset()
-    found = fxremat.frontier(made(), batch(), loss="own", split=True)
+    found = fxremat.frontier(made(), batch(), loss="own", **ROUNDED_PARTS)
     assert found.least_budget_bytes < least_bytes // 3
     assert found.baseline.peak_bytes > least_bytes
     seconds = [point.predicted_s for point in found.points]
@@ -431,15 +439,15 @@ def test_frontier_goes_below_what_the_traced_step_takes(least_bytes: int):
 
 
 def test_estimate_of_a_step_in_parts_is_its_peak():
-    options: dict[str, Any] = {"loss": "own", "split": True, "budget": "min"}
-    found = fxremat.estimate(made(), batch(), **options)
-    traced = fxremat.estimate(made(), batch(), **{**options, "split": False})
+    options: dict[str, Any] = {"loss": "own", "budget": "min"}
+    found = fxremat.estimate(made(), batch(), **options, **ROUNDED_PARTS)
+    traced = fxremat.estimate(made(), batch(), **options, effort=WHOLE)
     assert found.plan is not None
     assert found.plan.form.parts_bytes
     least_bytes = found.plan.least_budget_bytes - found.workspace_bytes
     assert least_bytes < 0.5 * (traced.kept.least_budget_bytes - traced.workspace_bytes)
     model, given = made(), batch()
-    call = compiled(model, found.plan.least_budget_bytes, split=True)
+    call = compiled(model, found.plan.least_budget_bytes, **ROUNDED_PARTS)
     assert peak_of(model, call, given) <= found.plan.least_budget_bytes
 
 
@@ -447,7 +455,7 @@ def test_estimate_of_a_step_in_parts_is_its_peak():
 def test_gradients_of_a_loss_beside_it_are_multiplied_by_its_own(least_bytes: int):
     """To rounding the logits are computed once, in the forward."""
     model, given, truth = made(), batch(), made()
-    call = compiled(model, least_bytes // 2, split=True)
+    call = compiled(model, least_bytes // 2, **ROUNDED_PARTS)
     assert "_log_softmax_backward_data" in call.plan.forward_code
     assert "_log_softmax_backward_data" not in call.plan.backward_code
     for factor in (1.0, 0.3, -7.0):
@@ -609,7 +617,7 @@ def test_losses_of_one_hidden_layer_keep_their_bits():
     torch.manual_seed(0)
     model, truth = Ahead().double(), Ahead().double()
     truth.load_state_dict(model.state_dict())
-    whole = compiled(model, "min", split=False)
+    whole = compiled(model, "min", effort=WHOLE)
     call, given = compiled(model, whole.plan.budget_bytes // 2), batch()
     for factor in (1.0, -3.0, 0.1):
         for own, step in ((model, call), (truth, truth)):
@@ -674,7 +682,7 @@ def test_a_loss_that_the_model_scales_is_made_once(kind: type[Counted], some_byt
 
 
 def test_plan_and_code_say_what_is_in_parts():
-    plan = compiled(made(), "min", split=True).plan
+    plan = compiled(made(), "min", **ROUNDED_PARTS).plan
     assert all(run.parts > 1 for run in plan.fused)
     assert "log_softmax" in " ".join(name for run in plan.fused for name in run.operations)
     code = plan.forward_code + plan.backward_code
@@ -731,10 +739,10 @@ class Deep(nn.Module):
 
 def test_the_largest_size_fits_where_it_is_met_after_a_small_one():
     budget, sample = "8 MiB", torch.zeros(256, dtype=torch.int64)
-    found = fxremat.max_batch(Deep(), sample, budget, loss="own", split=True)
+    found = fxremat.max_batch(Deep(), sample, budget, loss="own", **ROUNDED_PARTS)
     torch._dynamo.reset()
     model = Deep()
-    call = fxremat.compile(model, sample, budget, loss="own", split=True, dynamic=True)
+    call = fxremat.compile(model, sample, budget, loss="own", **ROUNDED_PARTS, dynamic=True)
     ids = torch.zeros(found.largest.size, dtype=torch.int64)
 
     def step() -> None:

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import fxremat
 from fxremat.costs import cache
+from tests.efforts import ROUNDED_PARTS, WHOLE
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -89,12 +90,16 @@ def least_named(**options: object) -> fxremat.BudgetError:
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_least_that_an_error_names_trains(order: str) -> None:
     """With optimizer, loss and target given, in whatever order gradients are cleared."""
-    least = least_named(optimizer=torch.optim.AdamW, loss=mse_loss, target=Y).least_budget_bytes
+    least = least_named(
+        optimizer=torch.optim.AdamW, loss=fxremat.Loss(mse_loss, target=Y)
+    ).least_budget_bytes
     assert least is not None
     expected = train(network(), torch.optim.AdamW(network().parameters()), order, steps=1)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    compiled = fxremat.compile(model, X, least, optimizer=optimizer, loss=mse_loss, target=Y)
+    compiled = fxremat.compile(
+        model, X, least, optimizer=optimizer, loss=fxremat.Loss(mse_loss, target=Y)
+    )
     with no_warning():
         losses = train(compiled, optimizer, order)
     assert losses[:1] == expected
@@ -105,7 +110,7 @@ def test_the_least_that_an_error_names_trains(order: str) -> None:
 
 
 def test_an_error_names_what_other_orders_need() -> None:
-    error = least_named(optimizer=torch.optim.AdamW, loss=mse_loss, target=Y)
+    error = least_named(optimizer=torch.optim.AdamW, loss=fxremat.Loss(mse_loss, target=Y))
     found = re.findall(r"(?:at least|or) (\d+)", str(error))
     numbers = [int(number) for number in found]
     assert numbers[0] == error.least_budget_bytes
@@ -113,7 +118,9 @@ def test_an_error_names_what_other_orders_need() -> None:
     assert numbers == sorted(numbers, reverse=True)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    compiled = fxremat.compile(model, X, numbers[-1], optimizer=optimizer, loss=mse_loss, target=Y)
+    compiled = fxremat.compile(
+        model, X, numbers[-1], optimizer=optimizer, loss=fxremat.Loss(mse_loss, target=Y)
+    )
     with no_warning():
         train(compiled, optimizer, "before")
 
@@ -123,7 +130,9 @@ def test_an_error_names_what_other_orders_need() -> None:
 def test_shares_and_min_train_with_all_given(order: str, budget: float | str) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    compiled = fxremat.compile(model, X, budget, optimizer=optimizer, loss=mse_loss, target=Y)
+    compiled = fxremat.compile(
+        model, X, budget, optimizer=optimizer, loss=fxremat.Loss(mse_loss, target=Y)
+    )
     train(compiled, optimizer, order)
     nbytes = compiled.plan.budget_bytes
     if order != "zeros":
@@ -145,21 +154,20 @@ def test_shares_and_min_train_with_nothing_given(budget: float | str) -> None:
 
 def test_a_strict_least_leaves_the_loop_out() -> None:
     held = "outputs of earlier steps"
-    assert held in str(least_named(loss=mse_loss, target=Y))
-    assert held not in str(least_named(loss=mse_loss, target=Y, assume="strict"))
+    assert held in str(least_named(loss=fxremat.Loss(mse_loss, target=Y)))
+    assert held not in str(least_named(loss=fxremat.Loss(mse_loss, target=Y), assume="strict"))
 
 
 def short_of_memory(**options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model whose budget leaves no room for the state of its optimizer."""
     model = network()
-    least = least_named(loss=mse_loss, target=Y).least_budget_bytes
+    least = least_named(loss=fxremat.Loss(mse_loss, target=Y)).least_budget_bytes
     assert least is not None
     compiled = fxremat.compile(
         model,
         X,
         least,
-        loss=mse_loss,
-        target=Y,
+        loss=fxremat.Loss(mse_loss, target=Y),
         **options,  # type: ignore[arg-type]
     )
     return compiled, torch.optim.AdamW(model.parameters())
@@ -177,7 +185,7 @@ def test_a_running_job_goes_on_with_a_warning_whose_number_comes_true() -> None:
     enough = int(re.findall(r"a budget of (\d+) would do", told[-1])[0])
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    again = fxremat.compile(model, X, enough, loss=mse_loss, target=Y)
+    again = fxremat.compile(model, X, enough, loss=fxremat.Loss(mse_loss, target=Y))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the step", fxremat.BudgetWarning)
         train(again, optimizer, "before")
@@ -192,9 +200,11 @@ def test_a_strict_job_raises() -> None:
 def test_the_plan_comes_back_when_there_is_room() -> None:
     """What a list of outputs holds is warned of, and gone with the list."""
     model = network()
-    plan = fxremat.plan(model, X, "min", loss=mse_loss, target=Y)
+    plan = fxremat.plan(model, X, "min", loss=fxremat.Loss(mse_loss, target=Y))
     room = 20 * X.nbytes  # for outputs of so many steps
-    compiled = fxremat.compile(model, X, plan.budget_bytes + room, loss=mse_loss, target=Y)
+    compiled = fxremat.compile(
+        model, X, plan.budget_bytes + room, loss=fxremat.Loss(mse_loss, target=Y)
+    )
 
     def step() -> Tensor:
         model.zero_grad()
@@ -253,7 +263,7 @@ def test_predicted_peaks_are_those_of_the_loop_after_some_steps(given: bool, ord
     """Within one percent in both directions, be the loss given or not."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    options = {"optimizer": optimizer, "loss": squares, "target": Y} if given else {}
+    options = {"optimizer": optimizer, "loss": fxremat.Loss(squares, target=Y)} if given else {}
     compiled = fxremat.compile(model, X, 1.0, **options)  # type: ignore[arg-type]
     train(compiled, optimizer, order, steps=5, loss_of=squares)
     plan = compiled.plan
@@ -269,11 +279,11 @@ def test_a_plan_in_parts_is_replaced_once_gradients_are_seen_to_be_cleared() -> 
         return nn.Sequential(nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 8))
 
     with pytest.raises(fxremat.BudgetError) as refused:
-        fxremat.compile(made(), x, 1, split=True)
+        fxremat.compile(made(), x, 1, **ROUNDED_PARTS)
     least = refused.value.least_budget_bytes
     assert least is not None
     model = made()
-    compiled = fxremat.compile(model, x, least, split=True)
+    compiled = fxremat.compile(model, x, least, **ROUNDED_PARTS)
     train(compiled, torch.optim.SGD(model.parameters()), "between", x=x, y=y, loss_of=cross_entropy)
     plan = compiled.plan
     assert plan.measured_peak_bytes is not None
@@ -334,7 +344,7 @@ class Broken(nn.Module):
 
 
 def test_a_region_above_the_budget_is_warned_of_at_once() -> None:
-    compiled = fxremat.compile(Broken(), budget="8 MiB", split=False)
+    compiled = fxremat.compile(Broken(), budget="8 MiB", effort=WHOLE)
     large, small = torch.randn(128, 64), torch.randn(8, 64)
     found = budget_warnings(lambda: compiled(large).sum().backward())
     assert any("a region of this model needs at least" in text for text in found)
@@ -420,8 +430,8 @@ def test_what_a_loop_holds_outside_its_model_is_warned_of_and_its_remedy_works(
     def messages(budget: int | str | float, reserve: int) -> list[str]:
         torch._dynamo.reset()
         model, x = network(), torch.randn(64, 64)
-        options = {"loss": mse_loss, "target": torch.empty(64, 64), "reserve": reserve}
-        call = fxremat.compile(model, x, budget, **options)
+        loss = fxremat.Loss(mse_loss, target=torch.empty(64, 64))
+        call = fxremat.compile(model, x, budget, loss=loss, reserve=reserve)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(4):
@@ -432,7 +442,10 @@ def test_what_a_loop_holds_outside_its_model_is_warned_of_and_its_remedy_works(
         return [str(one.message) for one in caught if one.category is fxremat.BudgetWarning]
 
     least_bytes = fxremat.plan(
-        network(), torch.randn(64, 64), "min", loss=mse_loss, target=torch.empty(64, 64)
+        network(),
+        torch.randn(64, 64),
+        "min",
+        loss=fxremat.Loss(mse_loss, target=torch.empty(64, 64)),
     ).budget_bytes
     budget = least_bytes if written == "bytes" else written
     texts = messages(budget, 0)
@@ -482,11 +495,11 @@ def test_measuring_inside_a_step_that_takes_more_than_the_budget_is_warned_of(
     """Stages are measured whole; parts of them keep to a smaller budget."""
     x = torch.randn(4096, 8)
     with pytest.raises(fxremat.BudgetError) as refused:
-        fxremat.compile(Wide(), x, 1, split=True)
+        fxremat.compile(Wide(), x, 1, **ROUNDED_PARTS)
     least = refused.value.least_budget_bytes
     assert least is not None
     nothing_measured(monkeypatch)
-    model = fxremat.compile(Wide(), x if sampled else None, least, split=True)
+    model = fxremat.compile(Wide(), x if sampled else None, least, **ROUNDED_PARTS)
     texts = budget_warnings(lambda: model(x).sum().backward())
     found = [text for text in texts if "measuring its operations took at least" in text]
     assert len(found) == (not sampled)
@@ -500,10 +513,10 @@ def test_measuring_inside_a_step_that_takes_more_than_the_budget_is_warned_of(
 def test_where_that_warning_is_an_error_the_job_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4096, 8)
     with pytest.raises(fxremat.BudgetError) as refused:
-        fxremat.compile(Wide(), x, 1, split=True)
+        fxremat.compile(Wide(), x, 1, **ROUNDED_PARTS)
     nothing_measured(monkeypatch)
     least = refused.value.least_budget_bytes
-    model = fxremat.compile(Wide(), budget=least, split=True)
+    model = fxremat.compile(Wide(), budget=least, **ROUNDED_PARTS)
     with no_warning():
         with pytest.raises(fxremat.BudgetWarning, match="was planned as it began"):
             model(x)

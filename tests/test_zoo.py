@@ -13,6 +13,7 @@ from torch.optim import AdamW
 from torch.utils._pytree import tree_map
 
 import fxremat
+from tests.efforts import ROUNDED_PARTS
 from tests.models import ZOO, ZooModel
 from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import StepResult, compile_reference, run_step, train
@@ -173,11 +174,11 @@ HALF = ("autocast_inside", "autocast_around")
 def test_parts_keep_to_the_least_budget_and_to_the_rounding_of_the_whole(name: str):
     """Gradients are as far from those in float64, but for two units in the last place."""
     entry = ZOO[name]
-    model, call = compiled(entry, "min", input_gradients=True, split=True)
+    model, call = compiled(entry, "min", input_gradients=True, **ROUNDED_PARTS)
     measured_bytes(entry, model, call)  # a first step teaches which outputs are held
     assert measured_bytes(entry, model, call) <= call.plan.budget_bytes
     torch._dynamo.reset()
-    model, call = compiled(entry, "min", input_gradients=True, split=True)
+    model, call = compiled(entry, "min", input_gradients=True, **ROUNDED_PARTS)
     found = run_step(entry, model, call, input_gradients=True)
     torch._dynamo.reset()
     kept, truth = run_step(entry, entry.build()), precise(entry)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+import fxremat
 from benchmarks.scripts import Meter, Wrap
 
 
@@ -37,7 +38,12 @@ def train(wrap: Wrap, meter: Meter, steps: int) -> Iterator[Tensor]:
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
     criterion = nn.CrossEntropyLoss()
     words = torch.randint(0, 1000, (16, 16))
-    model = wrap(model, words, optimizer=optimizer, loss=criterion, target=torch.zeros(16).long())
+    model = wrap(
+        model,
+        words,
+        optimizer=optimizer,
+        loss=fxremat.Loss(criterion, target=torch.zeros(16).long()),
+    )
     for _ in range(steps):
         words, labels = torch.randint(0, 1000, (16, 16)), torch.randint(0, 8, (16,))
         optimizer.zero_grad()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import fxremat
 from benchmarks.scripts import Meter, Wrap, images
 
 
@@ -43,7 +44,7 @@ def train(wrap: Wrap, meter: Meter, steps: int) -> Iterator[Tensor]:
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     inputs, labels = images(16, 3, 32, 10)
-    net = wrap(net, inputs, optimizer=optimizer, loss=criterion, target=labels)
+    net = wrap(net, inputs, optimizer=optimizer, loss=fxremat.Loss(criterion, target=labels))
     for _ in range(steps):
         inputs, labels = images(16, 3, 32, 10)
         optimizer.zero_grad()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+import fxremat
 from benchmarks.scripts import Meter, Wrap
 
 
@@ -32,7 +33,7 @@ def train(wrap: Wrap, meter: Meter, steps: int) -> Iterator[Tensor]:
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=5)
     x = torch.linspace(-3, 3, 2048).unsqueeze(1)
     y = torch.sin(2 * x)
-    model = wrap(model, x, loss=criterion, target=y)
+    model = wrap(model, x, loss=fxremat.Loss(criterion, target=y))
 
     def closure() -> Tensor:
         optimizer.zero_grad()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import fxremat
 from benchmarks.scripts import Meter, Wrap, images
 
 
@@ -40,7 +41,9 @@ def train(wrap: Wrap, meter: Meter, steps: int) -> Iterator[Tensor]:
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.7)
     data, target = images(32, 1, 28, 10)
-    model = wrap(model, data, optimizer=optimizer, loss=functional.nll_loss, target=target)
+    model = wrap(
+        model, data, optimizer=optimizer, loss=fxremat.Loss(functional.nll_loss, target=target)
+    )
     model.train()
     for _ in range(steps):
         data, target = images(32, 1, 28, 10)

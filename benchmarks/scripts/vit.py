@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+import fxremat
 from benchmarks.scripts import Meter, Wrap, images
 
 
@@ -53,7 +54,7 @@ def train(wrap: Wrap, meter: Meter, steps: int) -> Iterator[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.05)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     sample, labels = images(8, 3, 32, 10)
-    model = wrap(model, sample, optimizer=optimizer, loss=criterion, target=labels)
+    model = wrap(model, sample, optimizer=optimizer, loss=fxremat.Loss(criterion, target=labels))
     for data, label in prefetched(steps):
         meter.begin()
         output = model(data)

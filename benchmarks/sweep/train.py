@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import fxremat
+from benchmarks.common import SPLITS
 from benchmarks.rows import Row, failure
 from benchmarks.sweep.cases import Embedded, Make
 from fxremat.errors import FxrematError, PlanError
@@ -50,21 +51,21 @@ def row_of(make: Make) -> Row:
     if not all_alike([expected, again]):
         return {"outcome": "repeats"}
     row: Row = {}
-    row |= _compared(make, expected, row, split="exact")
+    row |= _compared(make, expected, row, split="same bits")
     if row["outcome"] == "bits" and not all_alike(_taken(make, _aot_eager, times=AGAIN)):
         return {"outcome": "repeats"}
     if row["outcome"] != "same" and row.get("fused"):
-        row["whole"] = _compared(make, expected, {}, split=False)
+        row["whole"] = _compared(make, expected, {}, split="as traced")
     return row
 
 
-def _compared(make: Make, expected: list[Left], row: Row, *, split: Any) -> Row:
+def _compared(make: Make, expected: list[Left], row: Row, *, split: str) -> Row:
     """The row of a model within its least budget."""
     compiled: list[Any] = []
 
     def within(model: Embedded) -> Callable[..., Any]:
         sample = fxremat.Sample(tuple(model.given), {})
-        compiled.append(fxremat.compile(model, sample, "min", loss="own", split=split))
+        compiled.append(fxremat.compile(model, sample, "min", loss="own", **SPLITS[split]))
         return compiled[0]
 
     try:

@@ -25,7 +25,7 @@ from fxremat.ir.recorded import Facts
 from fxremat.passes.joint.digest import Digests
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import Caller, ContextBytes
-from fxremat.planner.search import DEFAULT_GENERATORS
+from fxremat.planner.effort import DEFAULT_GENERATORS
 from fxremat.planner.transfers import HostMemory
 from fxremat.progress import LOG
 from fxremat.report.codec import PARTIAL, FormatError, decode, encode, pack, unpack, write_whole

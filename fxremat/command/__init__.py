@@ -17,6 +17,7 @@ from typing import Any
 
 import fxremat
 from fxremat.errors import ArgumentError, BudgetError, FxrematError, PlanError
+from fxremat.options.table import BUDGET, Field, fields_of
 from fxremat.progress import on_terminal, wanted
 
 FITS, TOO_LARGE, WRONG, FAILED = range(4)
@@ -99,19 +100,19 @@ def _parser() -> argparse.ArgumentParser:
     estimate = commands.add_parser(
         "estimate", help="what a training step would take of a device, which need not be here"
     )
-    _add_step(estimate)
+    _add_step(estimate, "estimate")
     estimate.add_argument(
         "--device", default="cpu", help="name, as H100, or file of a Device (%(default)s)"
     )
-    estimate.add_argument("--budget", help="as 60GiB, 50%% of the peak, or min")
+    estimate.add_argument("--budget", help=_help(BUDGET.doc))
     estimate.add_argument(
         "--max-batch", action="store_true", help="the largest batch that fits the budget, too"
     )
     estimate.add_argument("--costs", metavar="PLAN", help="a plan whose measurements are used")
     plan = commands.add_parser("plan", help="plan a training step on this machine")
-    _add_step(plan)
+    _add_step(plan, "plan")
     plan.add_argument("--device", default="cpu", help="of this machine: cpu or cuda (%(default)s)")
-    plan.add_argument("--budget", required=True, help="as 60GiB, 50%% of the peak, or min")
+    plan.add_argument("--budget", required=True, help=_help(BUDGET.doc))
     plan.add_argument("--save", type=Path, metavar="FILE", help="for compile(plan=FILE)")
     report = commands.add_parser("report", help="what a plan says that was saved")
     report.add_argument("source", metavar="PLAN", help="a file that Plan.save wrote")
@@ -119,8 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_step(parser: argparse.ArgumentParser) -> None:
-    """Arguments that name a step."""
+def _add_step(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the arguments that name a step, and the options that a command takes."""
     parser.add_argument(
         "source",
         help=f"MODULE:FUNCTION, which returns (model, sample), or {LIBRARY}:CLASS with --batch",
@@ -132,19 +133,32 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         "--dtype", default="float32", help="of its parameters, as bfloat16 or bf16 (%(default)s)"
     )
     options = parser.add_argument_group("the step")
-    options.add_argument("--optimizer", help="class of torch.optim whose state counts")
     options.add_argument(
         "--loss",
         choices=("own", "outside"),
         help="own: the model returns it; outside: it is made of the outputs (own where it can be)",
     )
-    options.add_argument(
-        "--drop-unused", action="store_true", help="outputs that the loss does not use are dropped"
-    )
-    options.add_argument("--accumulate", action="store_true", help="gradients are accumulated")
-    options.add_argument("--offload", choices=("auto", "only", "conv"), default=False)
-    options.add_argument("--reserve", default="0", help="bytes of the budget to leave alone")
+    for field in fields_of(command):
+        if field.flag and field.name != "loss":  # of which the command knows more
+            _add_flag(options, field)
     _add_output(parser)
+
+
+def _add_flag(parser: argparse._ActionsContainer, field: Field) -> None:
+    """Add the flag of a plain value of an option."""
+    name, usual = f"--{field.name.replace('_', '-')}", field.default
+    if field.kind is bool:
+        parser.add_argument(name, action="store_true", help=_help(field.doc))
+        return
+    kind = field.kind if field.kind in (int, float) else str
+    told = field.doc if usual is None else f"{field.doc} ({usual})"
+    choices = field.choices or None
+    parser.add_argument(name, type=kind, default=usual, choices=choices, help=_help(told))
+
+
+def _help(text: str) -> str:
+    """Return ``text`` as argparse prints it unchanged."""
+    return text.replace("%", "%%")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

@@ -19,6 +19,8 @@ from fxremat.capture.sample import Sample, call_without_data
 from fxremat.command import FITS, LIBRARY, TOO_LARGE
 from fxremat.errors import refuse
 from fxremat.options.loss import returned_loss
+from fxremat.options.plain import gathered
+from fxremat.options.table import fields_of
 from fxremat.progress import shown
 from fxremat.report.plan import Plan
 
@@ -112,15 +114,11 @@ def _print_json(facts: dict[str, Any]) -> None:
 
 
 def _options(asked: argparse.Namespace, step: Step) -> dict[str, Any]:
-    """Those of ``compile``."""
-    return {
-        "optimizer": asked.optimizer,
-        "loss": "own" if step.own_loss else None,
-        "drop_unused": asked.drop_unused,
-        "accumulate": asked.accumulate,
-        "offload": asked.offload,
-        "reserve": asked.reserve,
-    }
+    """Return the options of ``compile`` that a command line gives."""
+    fields = (field for field in fields_of(asked.command) if field.flag)
+    given = {field.name: getattr(asked, field.name) for field in fields}
+    given["loss"] = "own" if step.own_loss else None
+    return gathered({name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)

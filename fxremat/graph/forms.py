@@ -18,7 +18,8 @@ from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.crowded import crowded
-from fxremat.planner.search import DEFAULT_GENERATORS, Search
+from fxremat.planner.effort import DEFAULT_GENERATORS
+from fxremat.planner.search import Search
 from fxremat.planner.transfers import HostMemory
 
 

@@ -26,7 +26,9 @@ LOOKS_IN_STEP = 200_000
 
 @dataclass(slots=True)
 class Spending:
-    """What is left of it. It is a count of work, not of time: plans are the same in any process.
+    """The work that planning has spent on forms that were not needed to fit.
+
+    Work is counted in operations, not in seconds, so plans are the same in any process.
 
     Attributes:
         asked: in multiples of what is usual.

@@ -10,8 +10,8 @@ from torch import nn
 from fxremat.errors import ArgumentError
 from fxremat.integrations.in_place import InPlace, check_options
 from fxremat.module.compiled import CompiledModule
-from fxremat.options.arguments import Options
 from fxremat.options.budget import Readable
+from fxremat.options.plain import Options
 
 try:
     from accelerate.state import AcceleratorState

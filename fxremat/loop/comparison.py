@@ -43,7 +43,7 @@ class Comparison:
         self._measured = self._measured + 1 if measured else 0
         if self._measured == MOST_MEASURED:
             warn(
-                f"verify_bits={self.every} has compared nothing in {MOST_MEASURED} steps in which "
+                f"verify_every={self.every} has compared nothing in {MOST_MEASURED} steps in which "
                 "it was due: these were measured for later plans, as their sizes differ and come "
                 "near the budget. A larger budget measures fewer steps"
             )
@@ -89,7 +89,8 @@ class Comparison:
                     f"{run} ({', '.join(run.operations)}) gave other bits in parts than at once in "
                     "a training step. That step has the bits of the operations at once; earlier "
                     "ones may differ by rounding. Later plans do without this run, so they may "
-                    "take more memory or time. Please report this; split=False rules such runs out"
+                    "take more memory or time. Please report this; "
+                    "effort=fxremat.Effort(forms=('norms',)) rules such runs out"
                 )
 
         self._next = run
@@ -102,7 +103,7 @@ class Comparison:
         self._has_warned = True
         more = least_bytes - room_bytes
         warn(
-            f"verify_bits={self.every} compares nothing in this step: the smallest of its runs in "
+            f"verify_every={self.every} compares nothing in this step: the smallest of its runs in "
             f"parts takes {least_bytes} bytes at once, and the budget leaves {room_bytes} above "
             f"the plan's peak. A plan like this one needs {more} bytes ({format_bytes(more)}) more"
         )

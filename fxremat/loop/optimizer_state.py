@@ -14,7 +14,7 @@ from torch import nn
 from fxremat import torch_compat
 from fxremat.capture.sample import Sample
 from fxremat.errors import ArgumentError
-from fxremat.options.arguments import Optimizer
+from fxremat.options.readers import Optimizer
 from fxremat.passes.joint.graph import allocated_bytes
 
 SMALL = 1 << 14

@@ -70,7 +70,7 @@ class Outside:
         Args:
             device: of the model.
             counted_keys: of storages that are counted elsewhere.
-            given_bytes: of ``target=`` and ``reserve=``, which count some of it.
+            given_bytes: of the target of ``loss=`` and of ``reserve=``, which count some of it.
         """
         now = perf_counter()
         self._before = {key: alive for key, alive in self._before.items() if alive}
@@ -113,7 +113,7 @@ class Outside:
             f"{self.nbytes} bytes ({format_bytes(self.nbytes)}) outside the model, allocated since "
             "that was compiled (targets, batches, copies of weights): together "
             f"{over} ({format_bytes(over)}) more than the budget of {budget_bytes}. {remedy}; "
-            "target= counts the target of a loss"
+            "loss=fxremat.Loss(function, target=) counts the target of a loss"
         )
 
 

@@ -17,9 +17,10 @@ from fxremat.compiler.entry import keep_compiled
 from fxremat.errors import ArgumentError, FxrematError, PlanError
 from fxremat.module.compiled import CompiledModule
 from fxremat.module.step_plan import latest_plan
-from fxremat.options.arguments import Arguments, Executor
+from fxremat.options.arguments import Arguments
 from fxremat.options.loss import target_bytes
 from fxremat.options.measured_needs import LossNeeds, needs_of_loss
+from fxremat.options.readers import Executor
 from fxremat.report.plan import Plan, StepPlan
 from fxremat.training.training import Training
 
@@ -38,15 +39,14 @@ def backend(
     first of them is not counted. One ``options`` is one budget.
 
     Args:
-        module: a graph of Dynamo's.
+        module: the graph that Dynamo captured.
         example_inputs: its inputs.
-        options: ``budget``, and any of ``reserve``, ``optimizer`` (an optimizer, not a class),
-            ``loss``, ``target``, ``accumulate``, ``in_flight``, ``offload``, ``host_limit``,
-            ``host_dir``, ``exact``, ``split``, ``verify_bits``, ``effort``, ``strict``,
-            ``assume``, ``budget_on`` and ``executor``, as for :func:`fxremat.compile`. ``loss`` is
-            given the tensor that the model returns, or a tuple of all tensors in what it returns.
-            Without ``executor``, kernels on a GPU are Inductor's, as those of ``torch.compile``
-            are, and elsewhere eager's.
+        options: ``budget``, and the options of :func:`fxremat.compile`, as it takes them or as
+            plain values, except for ``dynamic``, ``plan``, ``regions`` and ``ranks``. An
+            ``optimizer`` must be an object, not a class. ``loss`` is called with the tensor that
+            the model returns, or with a tuple of all tensors in what it returns. Without
+            ``executor``, kernels on a GPU are Inductor's, as those of ``torch.compile`` are, and
+            elsewhere eager's.
 
     Raises:
         BudgetError: no budget, or one that cannot be read or met.

@@ -11,6 +11,7 @@ from fxremat.cache.folder import key_of
 from fxremat.errors import RankError
 from fxremat.ir import Decision
 from fxremat.options.arguments import Arguments
+from fxremat.options.table import OPTIONS
 from fxremat.ranks.peers import Budgets, Peers
 from fxremat.report.codec import encode
 from fxremat.report.plan import Plan
@@ -35,32 +36,15 @@ class _Asked:
 
 
 def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
-    """What all were asked for, with what is this process's share of a node's host memory.
+    """Return what all processes were asked for, and divide the host memory of a node among them.
 
     Raises:
         RankError: they were asked for different things.
     """
     budget, host = asked.budget, asked.host
-    options = [
-        f"{name}={getattr(asked, name)!r}"
-        for name in (
-            "exact",
-            "split",
-            "effort",
-            "accumulate",
-            "budget_on",
-            "executor",
-            "fullgraph",
-            "regions",
-            "in_flight",
-            "generators",
-            "strict",
-            "assume",
-            "verify_bits",
-        )
-    ]
-    options.append(f"offload={host and (host.only, host.conv, host.limit_bytes)!r}")
-    options.append(f"plan={asked.kept and _decided(asked.kept)}")
+    options = [f"budget={budget.again('...')}"]
+    names = (option.name for option in OPTIONS if option.agreed)
+    options += (f"{name}={_shown(asked, name)}" for name in names)
     node = platform.node()
     own = _Asked(repr(budget.written), budget.nbytes, budget.share, tuple(options), (node,))
     budgets: Budgets = asked.ranks.budgets if asked.ranks else "same"
@@ -71,6 +55,18 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
         most = max(map(found.nodes.count, found.nodes))
         host = replace(host, limit_bytes=host.limit_bytes // most)
     return replace(asked, budget=budget, host=host)
+
+
+def _shown(asked: Arguments, option: str) -> str:
+    """Return what a process was asked for under the name of an option, for comparison."""
+    host, kept = asked.host, asked.kept
+    shown: dict[str, object] = {
+        "offload": host and (host.only, host.conv, host.limit_bytes),
+        "effort": asked.planning,
+        "plan": kept and _decided(kept),
+        "regions": "one" if asked.fullgraph else asked.regions or "auto",
+    }
+    return repr(shown[option] if option in shown else getattr(asked, option))
 
 
 def _decided(plan: Plan) -> str:

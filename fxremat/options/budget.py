@@ -7,12 +7,12 @@ import re
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from fxremat.errors import BudgetError
-from fxremat.units import format_bytes, parse_bytes
+from fxremat.units import Counted, format_bytes, parse_bytes
 
 Readable = str | int | float | np.integer[Any] | np.floating[Any]
 
@@ -26,54 +26,65 @@ class Budget:
         nbytes: the bytes it names, if it names bytes.
         share: the share of the peak with everything kept, if it names one; ``"min"``
             names neither.
+        counted: which bytes it is for: blocks that the allocator has handed out, or all that the
+            allocator takes from the device.
     """
 
     written: Readable
     nbytes: int | None = None
     share: float | None = None
+    counted: Counted = "allocated"
 
     @property
     def grows(self) -> bool:
-        """Whether it is ``"min"``: it becomes what a call needs at the least that needs more."""
-        return isinstance(self.written, str) and self.written.strip().lower() == "min"
+        """Whether it is ``"min"``, which grows where a later call needs more."""
+        bare = _counted_in(self.written)[0]
+        return isinstance(bare, str) and bare.strip().lower() == "min"
 
     @staticmethod
     def read(written: Readable) -> Budget:
         """Read ``"6 GiB"``, bytes as an int, a share in (0, 1] as a float, or ``"min"``.
 
-        Integers and floats of numpy are as good as Python's, and so is text of a file that has
+        Text may end in ``" reserved"`` or ``" allocated"``, which says which bytes are counted.
+        Integers and floats of numpy are read as Python's, and so is text from a file that has
         no other types: ``"0.5"`` and ``"50%"`` are shares, ``"6442450944"`` is bytes.
 
         Raises:
-            BudgetError: none of these, zero or negative.
+            BudgetError: ``written`` is none of these, or is zero or negative.
         """
-        share = _share_of(written)
+        bare, counted = _counted_in(written)
+        share = _share_of(bare)
         if share is not None:
             if not (math.isfinite(share) and 0 < share <= 1):
                 raise BudgetError(
                     f"budget is {written!r}: a share of the peak with everything kept must be in "
                     "(0, 1], or up to '100%'; give bytes as an int or as '6 GiB'"
                 )
-            return Budget(written, share=share)
+            return Budget(written, share=share, counted=counted)
         if Budget(written).grows:
-            return Budget(written)
+            return Budget(written, counted=counted)
         nbytes: int | None = None
-        if isinstance(written, str):
-            nbytes = parse_bytes(written)
-        elif isinstance(written, (int, np.integer)) and not isinstance(written, bool):
-            nbytes = int(written)
+        if isinstance(bare, str):
+            nbytes = parse_bytes(bare)
+        elif isinstance(bare, (int, np.integer)) and not isinstance(bare, bool):
+            nbytes = int(bare)
         if nbytes is None:
             raise BudgetError(
                 f"budget is {reprlib.repr(written)}, a {type(written).__name__}: give bytes as "
-                "'6 GiB' or an int, a share in (0, 1] as a float or as '50%', or 'min'"
+                "'6 GiB' or an int, a share in (0, 1] as a float or as '50%', or 'min'; for "
+                "reserved bytes, end the text in ' reserved'"
             )
         if nbytes <= 0:
             raise BudgetError(f"budget is {written!r}: it must be at least one byte")
-        return Budget(written, nbytes=nbytes)
+        return Budget(written, nbytes=nbytes, counted=counted)
+
+    def again(self, amount: object) -> str:
+        """Return how a budget of another ``amount`` of the same bytes is written."""
+        return str(amount) if self.counted == "allocated" else f"'{amount} {self.counted}'"
 
     def settled(self, nbytes: int) -> Budget:
         """The budget where it means so many bytes from now on."""
-        return Budget(self.written, nbytes)
+        return Budget(self.written, nbytes, counted=self.counted)
 
     def bytes_of(self, *, full_bytes: int, least_bytes: int) -> int:
         """Bytes that it names, feasible or not, of the peak with everything kept and the least."""
@@ -116,9 +127,14 @@ class Budget:
             held = "".join(
                 f"; of these {n} ({format_bytes(n)}) are for {what}" for what, n in beside
             )
-            share = "" if self.share is None else f"{_share(most_bytes, full_bytes)}, that is "
+            share = (
+                ""
+                if self.share is None
+                else f"{self.again(_share(most_bytes, full_bytes))}, that is "
+            )
             number = isinstance(self.written, (int, np.integer))
-            other = "" if self.grows else ", or budget='min'"
+            least = "'min'" if self.counted == "allocated" else self.again("min")
+            other = "" if self.grows else f", or budget={least}"
             if first_bytes < least_bytes:
                 other = f", or {first_bytes} if they are before the forward" + other
             if least_bytes < most_bytes:
@@ -132,7 +148,7 @@ class Budget:
                 f"({format_bytes(least_bytes)}), needed by {needed_by()}{held}; with everything "
                 f"kept the step takes "
                 f"{full_bytes} bytes ({format_bytes(full_bytes)}). Give at least "
-                f"{share}{most_bytes}{other}{hint}",
+                f"{share}{self.again(most_bytes)}{other}{hint}",
                 least_budget_bytes=most_bytes,
             )
         return nbytes
@@ -212,6 +228,17 @@ def _share(least_bytes: int, full_bytes: int) -> float:
         if int(share * full_bytes) >= least_bytes or share == 1:
             return share
         parts *= 10
+
+
+_ENDING = re.compile(r"(.*\S)\s+(allocated|reserved)\s*", re.DOTALL | re.IGNORECASE)
+
+
+def _counted_in(written: object) -> tuple[object, Counted]:
+    """Return a budget without the word at its end that says which bytes it is for, and that."""
+    match = _ENDING.fullmatch(written) if isinstance(written, str) else None
+    if match is None:
+        return written, "allocated"
+    return match[1], cast(Counted, match[2].lower())
 
 
 _SHARE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*(%?)\s*")

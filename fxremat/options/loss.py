@@ -7,20 +7,75 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
 from fxremat.capture.sample import Sample
-from fxremat.errors import ArgumentError
+from fxremat.errors import ArgumentError, refuse
 from fxremat.passes.joint.graph import allocated_bytes
 
-Loss = Callable[..., torch.Tensor] | Literal["own"]
-"""What ``loss=`` may be."""
+LossFunction = Callable[..., torch.Tensor] | Literal["own"]
+"""A function of the outputs, of the outputs and a target, or ``"own"``."""
 
 LossOfOutputs = Callable[[Any], torch.Tensor]
-"""What it is once it was read."""
+"""A loss as a function of the outputs only, after it was read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loss:
+    """The loss of a step, with what it compares the outputs with.
+
+    Attributes:
+        function: computes a scalar from the outputs, or from the outputs and ``target``, outside
+            the model; ``"own"``: the model returns its loss.
+        target: what a loss such as ``torch.nn.CrossEntropyLoss()`` compares the outputs with, for
+            ``function(model(x), target)``: a tensor of the sample's size, or a tuple or dict of
+            tensors. It is counted as held throughout the step.
+        drop_unused: return ``None`` in place of the outputs that ``function`` does not use, such
+            as logits that are returned with a loss: nobody can hold them, so they are counted no
+            longer than the step itself needs them.
+
+    Raises:
+        ArgumentError: ``function`` is none of these, or it does not take a ``target`` that is
+            given, or takes one that is not.
+    """
+
+    function: LossFunction
+    target: Any = None
+    drop_unused: bool = False
+
+    def __post_init__(self) -> None:
+        drop_unused: object = self.drop_unused
+        if not isinstance(drop_unused, (bool, np.bool_)):
+            refuse("drop_unused", drop_unused, "True or False")
+        object.__setattr__(self, "drop_unused", bool(drop_unused))
+        function: object = self.function
+        if isinstance(function, str) and function == "own":
+            if self.target is not None:
+                raise ArgumentError(
+                    "a target is given, but the loss is 'own': the model computes it, from what "
+                    "the sample has. Leave the target out, or give a loss function",
+                    argument="target",
+                    value=self.target,
+                )
+            return
+        if not callable(function):
+            must_be = (
+                "a function of the model's outputs, a fxremat.Loss of one and its target, 'own' "
+                "where the model returns its loss, or None"
+            )
+            refuse("loss", function, must_be)
+        _check_target(function, self.target)
+
+    @property
+    def of_outputs(self) -> LossOfOutputs:
+        """The loss as a function of the outputs only."""
+        if self.function == "own":
+            return own_loss
+        return self.function if self.target is None else Compared(self.function, self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +83,7 @@ class Compared:
     """A loss that compares outputs with a target.
 
     Attributes:
-        criterion: of outputs and target.
+        criterion: the function of outputs and target.
         target: a tensor, or a tuple or dict of some, as the loop passes it.
     """
 
@@ -36,16 +91,16 @@ class Compared:
     target: Any
 
     def __call__(self, outputs: Any) -> torch.Tensor:
-        """The loss of ``outputs``."""
+        """Return the loss of ``outputs``."""
         return self.criterion(outputs, self.target)
 
     def map(self, change: Callable[[Any], Any]) -> Compared:
-        """This loss with each leaf of its target changed."""
+        """Return this loss with each leaf of its target changed."""
         return Compared(self.criterion, pytree.tree_map(change, self.target))
 
 
 def own_loss(outputs: Any) -> torch.Tensor:
-    """The loss that a model returns: as ``.loss``, as ``["loss"]``, first of a tuple, or alone.
+    """Return the loss that a model returns as ``.loss``, ``["loss"]``, first of a tuple, or itself.
 
     Raises:
         ArgumentError: it returns none of one number.
@@ -53,10 +108,10 @@ def own_loss(outputs: Any) -> torch.Tensor:
     found = returned_loss(outputs)
     if found is None:
         raise ArgumentError(
-            f"loss='own', but the model returned a {type(outputs).__name__} in which no loss is: "
-            "it must be a tensor of one number, as .loss or ['loss'], as the first of a tuple, or "
-            "alone. Give the sample what it is computed from, such as labels, or a function as "
-            "loss=",
+            f"loss='own', but the model returned a {type(outputs).__name__} without a loss: "
+            "it must return a tensor of one number, as .loss or ['loss'], as the first of a tuple, "
+            "or as its only output. Give the sample what it is computed from, such as labels, or "
+            "give a function as loss=",
             argument="loss",
             value="own",
         )
@@ -64,7 +119,7 @@ def own_loss(outputs: Any) -> torch.Tensor:
 
 
 def returned_loss(outputs: Any) -> torch.Tensor | None:
-    """The loss that a model returns, as :func:`own_loss` finds it; ``None``: there is none."""
+    """Return the loss that :func:`own_loss` would; ``None``: the outputs have none."""
     if isinstance(outputs, Mapping):
         found = outputs.get("loss")
     elif isinstance(outputs, (tuple, list)) and not hasattr(outputs, "loss"):
@@ -75,57 +130,33 @@ def returned_loss(outputs: Any) -> torch.Tensor | None:
     return found if is_one else None
 
 
-def read_loss(loss: object, target: object) -> LossOfOutputs | None:
-    """A loss as a function of the outputs alone.
-
-    Raises:
-        ArgumentError: ``loss`` is none, or it and ``target`` do not go together.
-    """
-    if loss is None and target is None:
-        return None
-    if loss is None or (target is not None and loss == "own"):
-        raise ArgumentError(
-            f"target is given, but loss is {loss!r}: target= is what loss= compares the outputs "
-            "with, give both as in loss=torch.nn.CrossEntropyLoss(), target=y",
-            argument="target",
-            value=target,
-        )
-    if isinstance(loss, str) and loss == "own":
-        return own_loss
-    if not callable(loss):
-        raise ArgumentError(
-            f"loss is {loss!r}: must be a function of the model's outputs, one of outputs and "
-            "target= as well, 'own' where the model returns its loss, or None",
-            argument="loss",
-            value=loss,
-        )
-    takes_one, takes_two = _takes(loss, 1), _takes(loss, 2)
+def _check_target(function: Callable[..., Any], target: object) -> None:
+    """Raise ``ArgumentError`` where a loss takes a target and has none, or the reverse."""
+    takes_one, takes_two = _takes(function, 1), _takes(function, 2)
     if target is None and takes_two and not takes_one:
         raise ArgumentError(
-            f"loss is {loss!r}, which takes outputs and a target: give what it compares the "
-            f"outputs with as target=, such as target=y where the loop calls it as "
-            "criterion(model(x), y)",
+            f"loss is {function!r}, which takes outputs and a target: give both, as in "
+            "loss=fxremat.Loss(criterion, target=y) where the loop calls criterion(model(x), y)",
             argument="loss",
-            value=loss,
+            value=function,
         )
     if target is not None and takes_one and not takes_two:
         raise ArgumentError(
-            f"target is given, but loss is {loss!r}, which takes the outputs alone: leave target= "
-            "out, or give a loss of outputs and target",
+            f"a target is given, but loss is {function!r}, which takes only the outputs: leave "
+            "the target out, or give a loss of outputs and target",
             argument="target",
             value=target,
         )
-    return loss if target is None else Compared(loss, target)
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether it may be called with so many arguments, as far as it tells."""
+    """Return whether ``function`` may be called with ``count`` arguments, as far as that shows."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         inspect.signature(called).bind(*[None] * count)
     except TypeError:
         return False
-    except ValueError:  # of C, and it does not tell
+    except ValueError:  # a function of C that has no signature
         return True
     return True
 
@@ -138,13 +169,13 @@ def target_bytes(
     *,
     step: torch.device | None = None,
 ) -> tuple[int, ...]:
-    """Bytes of each storage of a loss's target that neither model nor call has.
+    """Return the bytes of each storage of a loss's target that neither model nor call has.
 
     Args:
-        loss: of the step.
-        model: whose outputs it is of.
-        call: of the model.
-        device: only what is there counts.
+        loss: the loss of the step.
+        model: the model whose outputs the loss reads.
+        call: the arguments of the model.
+        device: storages on other devices are not counted.
         step: device of the step, whose allocator asks for each storage; ``device`` if None.
     """
     others = (*_tensors((call.args, call.kwargs)), *torch_compat.tensors_of_module(model))

@@ -16,6 +16,7 @@ from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.bound import Relaxation
 from fxremat.planner.candidates import Candidate, Pool
 from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.effort import DEFAULT_GENERATORS
 from fxremat.planner.evaluator import Evaluator
 from fxremat.planner.footprints import Footprints
 from fxremat.planner.generators import (
@@ -43,9 +44,6 @@ GENERATORS_BY_NAME: Mapping[str, Generator] = {
     **{name: solved_by(name) for name in ("store_all", "periodic", "revolve", "pofo")},
 }
 """Generators of schedules by the names of their solvers."""
-
-DEFAULT_GENERATORS = ("rotor", "equiv_chain", "join")
-"""Generators that are asked unless others are named."""
 
 
 def generators_of(names: Iterable[str]) -> tuple[Generator, ...]:

@@ -236,7 +236,7 @@ class Transfers:
             return None
         taken = min(sum(slot_bytes(m.nbytes) for m in base.moves(least) or ()) for base in best)
         return (
-            f"what host_limit= keeps on the device: it allows {limit} bytes "
+            f"what HostMemory(limit=) keeps on the device: it allows {limit} bytes "
             f"({format_bytes(limit)}) of host memory, and with {taken} ({format_bytes(taken)}) "
             f"{least} bytes ({format_bytes(least)}) of the device would do"
         )

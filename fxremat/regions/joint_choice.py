@@ -189,9 +189,10 @@ def _needed_by(
         return needed_by
     nbytes = there_bytes + free.peak_bytes
     return (
-        f"{needed_by}, as host_limit= leaves them {host_bytes} bytes ({format_bytes(host_bytes)}) "
-        f"of host memory: with {free.host_bytes} ({format_bytes(free.host_bytes)}) {nbytes} bytes "
-        f"({format_bytes(nbytes)}) of the device would do"
+        f"{needed_by}, as HostMemory(limit=) leaves them {host_bytes} bytes "
+        f"({format_bytes(host_bytes)}) of host memory: with {free.host_bytes} "
+        f"({format_bytes(free.host_bytes)}) {nbytes} bytes ({format_bytes(nbytes)}) of the device "
+        "would do"
     )
 
 

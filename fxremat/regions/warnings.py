@@ -120,8 +120,8 @@ class Notices:
         raise BudgetError(
             f"budget {budget.written.written!r} is {budget.nbytes} bytes, but steps took up to "
             f"{nbytes} bytes ({format_bytes(nbytes)}) with what their code between regions "
-            f"allocates, which is not planned{self._lines()}. Give at least {nbytes}, or "
-            "budget='min'",
+            f"allocates, which is not planned{self._lines()}. Give at least "
+            f"{budget.written.again(nbytes)}, or budget='min'",
             least_budget_bytes=nbytes,
         )
 

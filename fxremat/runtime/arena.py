@@ -136,13 +136,15 @@ class HostLimit:
         if not others:
             return (
                 f"the plan needs {format_bytes(asked)} ({asked} bytes) of host memory, "
-                f"host_limit= allows {format_bytes(limit)} ({limit}). Raise it, or plan within it"
+                f"HostMemory(limit=) allows {format_bytes(limit)} ({limit}). Raise it, or plan "
+                "within it"
             )
         return (
             f"a step begins while {others} others are not finished, so that "
-            f"{format_bytes(asked)} ({asked} bytes) of host memory are needed; host_limit= "
-            f"allows {format_bytes(limit)} ({limit}). Raise it, or finish or drop earlier "
-            "steps first: what was computed and is still held keeps its step's host memory"
+            f"{format_bytes(asked)} ({asked} bytes) of host memory are needed; "
+            f"HostMemory(limit=) allows {format_bytes(limit)} ({limit}). Raise it, or finish or "
+            "drop earlier steps first: what was computed and is still held keeps its step's host "
+            "memory"
         )
 
 

@@ -108,7 +108,7 @@ def file_memory(nbytes: int, *, folder: str) -> mmap.mmap:
         remedy = (
             "Let the process open more files (ulimit -n), or close some"
             if many
-            else "Choose a folder with host_dir=, or keep less there with host_limit="
+            else "Choose a folder with HostMemory(folder=), or keep less there with its limit="
         )
         raise HostMemoryError(
             f"host memory of {format_bytes(nbytes)} cannot be had as a file in {folder}: {error}. "
@@ -196,7 +196,7 @@ def _cuda_runtime() -> Any:
 def _no_pinned_memory(nbytes: int, why: str) -> HostMemoryError:
     return HostMemoryError(
         f"pinned host memory of {format_bytes(nbytes)} cannot be had: {why}. "
-        "Keep less in host memory with host_limit=",
+        "Keep less in host memory with HostMemory(limit=)",
         asked_bytes=nbytes,
     )
 

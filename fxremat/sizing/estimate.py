@@ -22,10 +22,11 @@ from fxremat.graph.memory_record import roles_of
 from fxremat.graph.pools import all_pools
 from fxremat.ir import MeasuredLink
 from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
-from fxremat.options.arguments import Arguments, Optimizer
+from fxremat.options.arguments import Arguments
 from fxremat.options.budget import Budget, TrainingBudget
 from fxremat.options.loss import Compared, LossOfOutputs, own_loss, target_bytes
 from fxremat.options.measured_needs import needs_of_loss
+from fxremat.options.readers import Optimizer
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context import StepContext

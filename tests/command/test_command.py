@@ -162,6 +162,24 @@ def test_the_loss_of_a_model_that_returns_it_is_known(capsys: pytest.CaptureFixt
     )
 
 
+def test_flags_are_options_of_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    model, sample = small()
+    flags = "--bits rounding --effort 2 --forms parts --host-limit 1MiB --offload only"
+    command = ["plan", SOURCE, "--budget", "1.0 reserved", "--json", *flags.split()]
+    assert main(command) == 0
+    expected = fxremat.plan(
+        model,
+        sample,
+        "1.0 reserved",
+        bits="rounding",
+        effort=fxremat.Effort(2, forms=("parts",)),
+        offload=fxremat.HostMemory("only", limit="1MiB"),
+    )
+    assert printed(capsys)["budget_bytes"] == expected.budget_bytes
+    assert main(["plan", SOURCE, "--budget", "1.0", "--host-limit", "1MiB"]) == 2
+    assert "offload" in capsys.readouterr().err
+
+
 def test_help_and_version_are_there_without_torch() -> None:
     for argument, word in (("--help", "estimate"), ("--version", fxremat.__version__)):
         code = f"import sys; from fxremat.command import main; sys.argv[1:] = ['{argument}']\n"

@@ -105,8 +105,8 @@ def test_a_plan_fits_where_measuring_as_usual_would_not(tmp_path: Path):
     torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(64, 64), nn.Tanh())])
     sample = torch.randn(512, 64)
-    options = {"loss": torch.sum, "offload": "only", "host_limit": 1 << 20, "host_dir": tmp_path}
-    call = fxremat.compile(model, sample, "min", **options)
+    host = fxremat.HostMemory("only", limit=1 << 20, folder=tmp_path)
+    call = fxremat.compile(model, sample, "min", loss=torch.sum, offload=host)
     assert 0 < call.plan.host_bytes <= 1 << 20
 
 

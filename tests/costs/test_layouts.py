@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 import fxremat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.layouts import KernelLayouts
+from tests.efforts import WHOLE
 from tests.models.zoo import sum_of_squares
 
 aten = torch.ops.aten
@@ -131,7 +132,7 @@ def test_what_lies_otherwise_than_traced_trains_alike(
     plain.load_state_dict(planned.state_dict())
     batches = [torch.randn(rows, LENGTH, WIDTH) for rows in (ROWS, ROWS + 2)]
     compiled = fxremat.compile(
-        planned, batches[0], "min", loss=sum_of_squares, dynamic=dynamic, split=False
+        planned, batches[0], "min", loss=sum_of_squares, dynamic=dynamic, effort=WHOLE
     )
     fails = model in (Dropped, Clamped)
     reference = plain if fails else torch.compile(plain, backend="aot_eager", dynamic=dynamic)

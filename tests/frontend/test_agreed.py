@@ -142,11 +142,11 @@ def test_budgets_must_be_the_same_or_the_least_is_taken() -> None:
 
 
 def test_other_options_are_refused_and_host_memory_is_shared_out() -> None:
-    errors = outcomes(lambda peers, rank: agreed_arguments(peers, asked(1.0, exact=rank != 8)))
+    errors = outcomes(lambda peers, rank: agreed_arguments(peers, asked(1.0, strict=rank == 8)))
     for error in errors.values():
         assert isinstance(error, RankError) and error.ranks == (8,)
-        assert "rank 8 was asked for exact=False, rank 3 for exact=True" in str(error)
-    lent = asked(1.0, offload="auto", host_limit=900)
+        assert "rank 8 was asked for strict=True, rank 3 for strict=False" in str(error)
+    lent = asked(1.0, offload=fxremat.HostMemory("auto", limit=900))
     for own in outcomes(lambda peers, _: agreed_arguments(peers, lent)).values():
         assert own.host.limit_bytes == 300  # all are on this machine
 

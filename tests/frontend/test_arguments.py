@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +14,11 @@ from torch import nn
 
 import fxremat
 from fxremat.errors import ArgumentError, BudgetError, FxrematError
-from fxremat.options.arguments import BACKEND_OPTIONS, MOST_BYTES, Arguments, read_model
+from fxremat.options.arguments import Arguments, read_model
+from fxremat.options.readers import MOST_BYTES
+from fxremat.options.table import BACKEND, RENAMED, names_of
+
+MODEL, X = nn.Linear(4, 4), torch.ones(2, 4)
 
 
 def refused(argument: str, value: Any, **others: Any) -> ArgumentError:
@@ -36,19 +39,6 @@ def test_an_argument_error_is_caught_as_python_would_raise_it():
     assert fxremat.ArgumentError is ArgumentError
 
 
-BYTES = {"reserve": {}, "host_limit": {"offload": "auto"}}
-"""Arguments in bytes, with what else they need."""
-
-
-def read_bytes(argument: str, value: Any) -> int | None:
-    arguments = Arguments.read(1.0, **{argument: value}, **BYTES[argument])
-    if argument == "reserve":
-        return arguments.reserve_bytes
-    assert arguments.host is not None
-    return arguments.host.limit_bytes
-
-
-@pytest.mark.parametrize("argument", BYTES)
 @pytest.mark.parametrize(
     "value",
     [
@@ -58,60 +48,103 @@ def read_bytes(argument: str, value: Any) -> int | None:
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_is_no_number_of_bytes(argument: str, value: Any):
-    error = refused(argument, value, **BYTES[argument])
+def test_what_is_no_number_of_bytes(value: Any):
+    error = refused("reserve", value)
     assert "bytes" in str(error) and "MiB" in str(error)
 
 
-@pytest.mark.parametrize("argument", BYTES)
 @pytest.mark.parametrize(
     ("value", "nbytes"),
     [(0, 0), (7, 7), (np.int64(7), 7), (np.uint8(7), 7), ("7", 7), ("1.5 KiB", 1536), ("0", 0)],
 )
-def test_bytes_that_can_be_read(argument: str, value: Any, nbytes: int):
-    found = read_bytes(argument, value)
+def test_bytes_that_can_be_read(value: Any, nbytes: int):
+    found = Arguments.read(1.0, reserve=value).reserve_bytes
     assert found == nbytes and type(found) is int
 
 
-def test_no_limit_is_none_but_no_reserve_is_zero():
-    assert read_bytes("host_limit", None) is None
+def test_nothing_is_reserved_unless_asked_for():
     assert Arguments.read(1.0).reserve_bytes == 0
     refused("reserve", None)
 
 
 def test_a_reserve_beyond_all_memory_is_refused():
-    assert read_bytes("reserve", MOST_BYTES) == MOST_BYTES
+    assert Arguments.read(1.0, reserve=MOST_BYTES).reserve_bytes == MOST_BYTES
     refused("reserve", MOST_BYTES + 1)
-    assert read_bytes("host_limit", 1 << 63) == 1 << 63  # as good as none
 
 
-@pytest.mark.parametrize("argument", ["drop_unused", "accumulate", "exact"])
+@pytest.mark.parametrize("argument", ["accumulate", "strict"])
 @pytest.mark.parametrize("value", [0, 1, 0.0, "False", "", None, torch.tensor(True), [True]])
 def test_only_a_bool_is_one(argument: str, value: Any):
     assert "True or False" in str(refused(argument, value, loss=torch.sum))
 
 
-@pytest.mark.parametrize("argument", ["drop_unused", "accumulate", "exact"])
+@pytest.mark.parametrize("argument", ["accumulate", "strict"])
 @pytest.mark.parametrize("value", [True, False, np.True_, np.False_])
 def test_bools_of_python_and_numpy(argument: str, value: Any):
     found = getattr(Arguments.read(1.0, loss=torch.sum, **{argument: value}), argument)
     assert found is bool(value)
 
 
-@pytest.mark.parametrize("value", [None, True, 0, "", "Reserved", b"reserved", ["reserved"]])
-def test_a_budget_is_for_one_of_two(value: Any):
-    message = str(refused("budget_on", value))
-    assert "allocated" in message
-    assert "reserved" in message
-
-
 def test_a_budget_is_for_what_is_allocated_unless_asked_otherwise():
     assert Arguments.read(1.0).budget_on == "allocated"
-    assert Arguments.read(1.0, budget_on="reserved").budget_on == "reserved"
+    assert Arguments.read("1 GiB reserved").budget_on == "reserved"
 
 
-def test_dropping_what_is_unused_needs_to_know_what_is():
-    assert "loss=" in str(refused("drop_unused", True))
+EFFORTS: list[tuple[str, tuple[str, ...], bool, object]] = [
+    ("exact", ("parts", "norms"), True, "exact"),
+    ("exact", ("norms",), True, False),
+    ("rounding", ("parts", "norms"), False, True),
+    ("rounding", ("parts",), True, True),
+    ("rounding", ("norms",), False, False),
+    ("rounding", (), True, False),
+]
+
+
+@pytest.mark.parametrize(("bits", "forms", "exact", "split"), EFFORTS)
+def test_bits_and_forms_say_what_may_be_rebuilt_and_split(
+    bits: Any, forms: Any, exact: bool, split: object
+):
+    read = Arguments.read(1.0, bits=bits, effort=fxremat.Effort(forms=forms))
+    assert (read.exact, read.split) == (exact, split)
+
+
+@pytest.mark.parametrize("value", ["Exact", "", True, None, 1, ["exact"]])
+def test_what_is_no_kind_of_bits(value: Any):
+    message = str(refused("bits", value))
+    assert "exact" in message and "rounding" in message
+
+
+def test_bits_are_verified_as_often_as_asked():
+    assert Arguments.read(1.0).verify_bits == 0
+    assert Arguments.read(1.0, bits=fxremat.Bits(verify_every=7)).verify_bits == 7
+
+
+def test_regions_are_one_graph_or_as_the_graph_breaks_or_named():
+    auto, one, names = (
+        Arguments.read(1.0, regions=given) for given in ("auto", "one", iter(["layers.0"]))
+    )
+    assert (auto.fullgraph, auto.regions) == (False, ())
+    assert (one.fullgraph, one.regions) == (True, ())
+    assert (names.fullgraph, names.regions) == (False, ("layers.0",))
+    assert Arguments.read(1.0, regions=[]) == auto
+
+
+@pytest.mark.parametrize("value", ["all", "", True, None, [1], 7])
+def test_what_is_no_name_of_a_module(value: Any):
+    assert "names of modules" in str(refused("regions", value))
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_former_name_says_what_is_written_now(name: str):
+    calls = (
+        lambda: fxremat.compile(MODEL, X, 1.0, **{name: 1}),
+        lambda: fxremat.plan(MODEL, X, 1.0, **{name: 1}),
+        lambda: fxremat.estimate(MODEL, X, **{name: 1}),
+    )
+    for call in calls:
+        with pytest.raises(ArgumentError, match=f"^{name}= is now ") as caught:
+            call()
+        assert (caught.value.argument, caught.value.value) == (name, 1)
 
 
 OFFLOADS = [True, np.True_, 0, 1, 0.0, None, "", "yes", "AUTO", ["auto"], torch.tensor(False)]
@@ -137,37 +170,13 @@ def test_the_ways_to_offload():
     }
 
 
-@pytest.mark.parametrize("argument", ["host_limit", "host_dir"])
-@pytest.mark.parametrize("offload", [False, np.False_])
-def test_what_concerns_the_host_needs_offload(argument: str, offload: Any, tmp_path: Path):
-    value = "1 GiB" if argument == "host_limit" else tmp_path
-    assert "offload=" in str(refused(argument, value, offload=offload))
-
-
-@pytest.mark.parametrize("kind", [str, Path])
-def test_a_folder_is_kept_by_its_whole_path(
-    kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for value in (kind("here"), kind(tmp_path / "here")):
-        host = Arguments.read(1.0, offload="auto", host_dir=value).host
-        assert host is not None and host.folder == str(tmp_path / "here")
-
-
-@pytest.mark.parametrize("value", ["", b"/tmp", 3, True, ["/tmp"], "/no/such/folder", "\0"])
-def test_what_is_no_folder(value: Any):
-    assert "folder" in str(refused("host_dir", value, offload="auto"))
-
-
-def test_a_file_is_no_folder(tmp_path: Path):
-    (tmp_path / "file").touch()
-    refused("host_dir", tmp_path / "file", offload="auto")
-
-
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
-    assert "write" in str(refused("host_dir", str(tmp_path), offload="auto"))
+def test_host_memory_is_limited_for_each_model_by_itself(tmp_path: Path):
+    host = fxremat.HostMemory("only", limit="1 GiB", folder=tmp_path)
+    one, other = (Arguments.read(1.0, offload=host).host for _ in range(2))
+    assert one is not None and other is not None
+    assert (one.only, one.conv, one.limit_bytes) == (True, False, 1 << 30)
+    assert one.folder == str(tmp_path)
+    assert one.limit is not other.limit
 
 
 @pytest.mark.parametrize("value", [3, "sum", torch.tensor(1.0), False])
@@ -206,16 +215,24 @@ def test_options_are_the_same_arguments(tmp_path: Path):
         "budget": "1 GiB",
         "reserve": "1 KiB",
         "accumulate": True,
+        "offload": fxremat.HostMemory("only", limit="2 GiB", folder=tmp_path),
+        "bits": fxremat.Bits("rounding", verify_every=3),
+        "effort": fxremat.Effort(2.0, generators=("join", "rotor")),
+    }
+    written = {
+        **given,
         "offload": "only",
         "host_limit": "2 GiB",
         "host_dir": str(tmp_path),
-        "exact": False,
-        "budget_on": "reserved",
+        "bits": "rounding",
+        "verify_bits": 3,
+        "effort": 2.0,
+        "generators": "join, rotor",
     }
-    assert set(given) <= set(BACKEND_OPTIONS)
-    budget = given.pop("budget")
-    expected = Arguments.read(budget, **given)  # type: ignore[arg-type]
-    assert Arguments.read_options({"budget": budget, **given}) == expected
+    assert set(written) <= set(names_of(BACKEND))
+    expected = Arguments.read(**given)  # type: ignore[arg-type]
+    for options in (given, written):
+        assert Arguments.read_options(options) == expected
 
 
 def test_options_that_cannot_be_read():
@@ -225,11 +242,26 @@ def test_options_that_cannot_be_read():
     with pytest.raises(ArgumentError, match="bugdet") as caught:
         Arguments.read_options({"bugdet": 1.0, "budget": 1.0})
     assert caught.value.argument == "bugdet"
-    assert all(name in str(caught.value) for name in BACKEND_OPTIONS)
-    for name, value in {"exact": 1, "accumulate": "yes", "offload": 0}.items():
+    assert all(name in str(caught.value) for name in names_of(BACKEND))
+    for name, value in {"bits": 1, "accumulate": "yes", "offload": 0, "regions": "one"}.items():
         with pytest.raises(ArgumentError) as caught:
             Arguments.read_options({"budget": 1.0, name: value})
         assert caught.value.argument == name
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"split": True}, "split= is now"),
+        ({"target": X}, "target= is now"),
+        ({"host_limit": "1 GiB"}, "offload= be given"),
+        ({"offload": fxremat.HostMemory(), "host_limit": "1 GiB"}, "give it there"),
+        ({"loss": fxremat.Loss(torch.sum, drop_unused=True)}, "drop_unused=True"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], told: str):
+    with pytest.raises(ArgumentError, match=told):
+        Arguments.read_options({"budget": 1.0, **options})
 
 
 def test_an_argument_that_does_not_exist_is_refused_as_python_would():
@@ -245,9 +277,6 @@ def test_the_budget_is_refused_as_a_budget():
             Arguments.read(value)  # type: ignore[arg-type]
 
 
-MODEL, X = nn.Linear(4, 4), torch.ones(2, 4)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -255,16 +284,11 @@ MODEL, X = nn.Linear(4, 4), torch.ones(2, 4)
         {"reserve": True},
         {"reserve": float("nan")},
         {"offload": np.float64(0)},
-        {"host_limit": "1 GiB"},
-        {"host_dir": ""},
-        {"offload": "auto", "host_dir": ""},
-        {"offload": "auto", "host_limit": float("inf")},
-        {"exact": 0},
+        {"bits": 0},
         {"accumulate": None},
         {"loss": 1},
-        {"drop_unused": True},
+        {"effort": -1},
         {"optimizer": "AdamX"},
-        {"budget_on": "cached"},
     ],
     ids=str,
 )
@@ -283,10 +307,15 @@ def test_arguments_are_read_before_the_model_is_touched():
             raise AssertionError
 
     with pytest.raises(ArgumentError):
-        fxremat.compile(Untouchable(), X, 1.0, exact=1)  # type: ignore[arg-type]
+        fxremat.compile(Untouchable(), X, 1.0, bits=1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", ["rotor", [], ["dynprog"], [3], None, 7], ids=repr)
-def test_generators_are_names_of_solvers(value: Any):
-    refused("generators", value)
-    assert Arguments.read(1.0, generators=iter(["rotor", "rotor"])).generators == ("rotor",)
+def test_generators_are_names_of_solvers():
+    with pytest.raises(ArgumentError, match=r"dynprog.*rotor, equiv_chain") as caught:
+        fxremat.compile(MODEL, X, 1.0, effort=fxremat.Effort(generators=("rotor", "dynprog")))
+    assert caught.value.argument == "generators"
+
+
+@pytest.mark.parametrize("value", [-1, "much", True, None, float("nan"), [1]])
+def test_what_is_no_effort(value: Any):
+    refused("effort", value)

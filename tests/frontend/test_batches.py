@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 
 import fxremat
 from benchmarks.max_batch import MODELS, measure
+from tests.efforts import SPLITS, WHOLE
 
 BUDGET = 400_000
 
@@ -76,7 +77,7 @@ def test_it_fits_and_one_more_does_not():
 
 def test_the_sample_itself_need_not_fit():
     small, large = (
-        fxremat.max_batch(Net(), sample(count), BUDGET, split=False).largest.size
+        fxremat.max_batch(Net(), sample(count), BUDGET, effort=WHOLE).largest.size
         for count in (6, 60)
     )
     assert large == small
@@ -109,7 +110,7 @@ def test_no_size_that_the_model_refuses_is_answered():
 
 @IN_PARTS_OR_NOT
 def test_several_dimensions_have_a_frontier(tmp_path: Path, split: Any):
-    strict: dict[str, Any] = {"assume": "strict", "split": split}
+    strict: dict[str, Any] = {"assume": "strict", **SPLITS[split]}
     found = fxremat.max_batch(Net(), sample(), BUDGET, dim=[0, 1], **strict)
     assert found.names == ("args[0].shape[0]", "args[0].shape[1]")
     lengths = [point.sizes[1] for point in found.curve]
@@ -134,7 +135,7 @@ def test_what_the_caller_holds_is_counted(split: Any):
     def loss(out: Tensor) -> Tensor:
         return out.softmax(-1).square().sum()
 
-    options: dict[str, Any] = {"loss": loss, "split": split}
+    options: dict[str, Any] = {"loss": loss, **SPLITS[split]}
     without_state = fxremat.max_batch(model, x, BUDGET, **options).largest.size
     options["optimizer"] = torch.optim.Adam
     largest = fxremat.max_batch(model, x, BUDGET, **options).largest.size
@@ -314,7 +315,7 @@ def test_only_batches_that_the_model_takes_are_answered(
     with pytest.raises(RuntimeError):
         model(torch.randn(largest + 1, 64))
     with pytest.raises(fxremat.BudgetError):
-        fxremat.plan(model, torch.randn(largest + count, 64), budget, split=False)
+        fxremat.plan(model, torch.randn(largest + count, 64), budget, effort=WHOLE)
 
 
 def test_where_no_batch_fits_the_least_that_the_model_takes_is_told() -> None:

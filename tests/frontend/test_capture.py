@@ -99,7 +99,7 @@ def test_a_graph_break_names_line_and_reason():
         contextlib.redirect_stdout(io.StringIO()),
         pytest.raises(fxremat.CaptureError, match=r"(?s)Chatty.*print.*test_capture\.py"),
     ):
-        fxremat.compile(Chatty(), X, 1.0, fullgraph=True)
+        fxremat.compile(Chatty(), X, 1.0, regions="one")
 
 
 class Caches(Plain):
@@ -153,10 +153,10 @@ def test_what_a_first_call_alone_does_leaves_the_others_whole():
     torch._dynamo.reset()
     model = Prepared()
     with pytest.raises(fxremat.CaptureError, match=r"(?s)with LOCK.*call the model once"):
-        fxremat.compile(Prepared(), X, 1.0, fullgraph=True)
+        fxremat.compile(Prepared(), X, 1.0, regions="one")
     called = Prepared()
     called(X)
-    assert fxremat.compile(called, X, 1.0, fullgraph=True).plan.counted_bytes > 0
+    assert fxremat.compile(called, X, 1.0, regions="one").plan.counted_bytes > 0
     compiled, wanted = fxremat.compile(model, X, 1.0), Plain()
     wanted.load_state_dict(model.state_dict())
     for step in range(3):
@@ -335,10 +335,10 @@ def test_plans_for_other_shapes_share_the_host_limit():
     layers = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())]
     model = nn.Sequential(*layers)
     batches = [torch.randn(rows, 32) for rows in (512, 480, 448)]
-    options: dict[str, Any] = {"loss": torch.sum, "offload": "only"}
-    needed = fxremat.plan(model, batches[0], "min", **options).host_bytes
+    needed = fxremat.plan(model, batches[0], "min", loss=torch.sum, offload="only").host_bytes
     torch._dynamo.reset()
-    call = fxremat.compile(model, batches[0], "min", host_limit=needed, **options)
+    host = fxremat.HostMemory("only", limit=needed)
+    call = fxremat.compile(model, batches[0], "min", loss=torch.sum, offload=host)
     for _ in range(2):
         for batch in batches:
             model.zero_grad()

@@ -64,7 +64,9 @@ def trained(
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = Model(), torch.randn(ROWS, WIDTH)
-    called = fxremat.compile(model, x, 1_484_000, loss="own", verify_bits=verify_bits)
+    called = fxremat.compile(
+        model, x, 1_484_000, loss="own", bits=fxremat.Bits(verify_every=verify_bits)
+    )
     same = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -108,7 +110,9 @@ def test_runs_that_keep_their_bits_stay(kernel: Kernel) -> None:
 def test_steps_that_are_compared_keep_to_the_budget_and_to_their_plan() -> None:
     torch._dynamo.reset()
     model, x = Model(), torch.randn(ROWS, WIDTH)
-    called = fxremat.compile(model, x, 1_484_000, loss="own", verify_bits=1, strict=True)
+    called = fxremat.compile(
+        model, x, 1_484_000, loss="own", bits=fxremat.Bits(verify_every=1), strict=True
+    )
     plan = called.plan
 
     def step() -> None:
@@ -128,7 +132,7 @@ def test_steps_that_are_always_measured_are_warned_of_once() -> None:
         due = [comparison.is_due(number, measured=True) for number in range(3 * MOST_MEASURED)]
     assert not any(due)
     (warning,) = said
-    assert "verify_bits=2 has compared nothing in 32 steps" in str(warning.message)
+    assert "verify_every=2 has compared nothing in 32 steps" in str(warning.message)
     assert [comparison.is_due(number, measured=False) for number in (1, 2)] == [False, True]
 
 
@@ -152,16 +156,18 @@ def test_a_step_that_ends_before_its_comparison_leaves_it_to_no_later_one() -> N
 def test_a_budget_without_room_for_a_comparison_is_warned_of_once() -> None:
     torch._dynamo.reset()
     model, x = Model(), torch.randn(ROWS, WIDTH)
-    called = fxremat.compile(model, x, "min", loss="own", verify_bits=1)
+    called = fxremat.compile(model, x, "min", loss="own", bits=fxremat.Bits(verify_every=1))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(3):
             called(x).backward()
             model.zero_grad()
-    assert sum("verify_bits=1" in str(w.message) for w in said) == 1
+    assert sum("verify_every=1" in str(w.message) for w in said) == 1
 
 
 @pytest.mark.parametrize("value", [-1, True, 0.5, "1"])
 def test_what_is_no_number_of_steps_is_refused(value: object) -> None:
-    with pytest.raises(fxremat.ArgumentError, match="verify_bits"):
-        fxremat.compile(Model(), torch.randn(ROWS, WIDTH), "min", verify_bits=value)
+    with pytest.raises(fxremat.ArgumentError, match="verify_every"):
+        fxremat.compile(
+            Model(), torch.randn(ROWS, WIDTH), "min", bits=fxremat.Bits(verify_every=value)
+        )

@@ -243,7 +243,9 @@ class TwoOutputs(Net):
 @pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "pickle", "torch.save"])
 @pytest.mark.parametrize("rows", [None, 8])
 def test_a_loss_of_any_kind_is_no_part_of_what_is_saved(copied, rows):
-    compiled = fxremat.compile(TwoOutputs(), X, "min", loss=lambda out: out[0], drop_unused=True)
+    compiled = fxremat.compile(
+        TwoOutputs(), X, "min", loss=fxremat.Loss(lambda out: out[0], drop_unused=True)
+    )
     other = copied(copied(compiled))
     for each in (compiled, other):
         loss, rest = each(X[:rows])
@@ -254,17 +256,19 @@ def test_a_loss_of_any_kind_is_no_part_of_what_is_saved(copied, rows):
 
 
 def test_what_was_never_planned_is_saved_without_its_loss_and_says_so():
-    loss = {"loss": lambda out: out[0], "drop_unused": True}
-    compiled = fxremat.compile(TwoOutputs(), budget="1 GiB", **loss)
+    loss = fxremat.Loss(lambda out: out[0], drop_unused=True)
+    compiled = fxremat.compile(TwoOutputs(), budget="1 GiB", loss=loss)
     with pytest.warns(fxremat.BudgetWarning, match="TwoOutputs"):
         loaded = saved(compiled)
     assert loaded(X)[1] is not None
     assert copy.copy(compiled)(X)[1] is None
-    assert fxremat.compile(loaded, budget="1 GiB", **loss)(X)[1] is None
+    assert fxremat.compile(loaded, budget="1 GiB", loss=loss)(X)[1] is None
 
 
 def test_the_models_own_loss_is_saved_before_any_step():
-    compiled = fxremat.compile(TwoOutputs(), budget="1 GiB", loss="own", drop_unused=True)
+    compiled = fxremat.compile(
+        TwoOutputs(), budget="1 GiB", loss=fxremat.Loss("own", drop_unused=True)
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", fxremat.BudgetWarning)
         assert saved(compiled)(X)[1] is None
@@ -573,14 +577,14 @@ def hooked() -> Net:
 )
 def test_what_cannot_be_captured_is_told_with_a_remedy(build: Callable[[], nn.Module], remedy: str):
     with pytest.raises(fxremat.CaptureError, match=remedy) as caught:
-        fxremat.compile(build(), X, 1.0, fullgraph=True)
+        fxremat.compile(build(), X, 1.0, regions="one")
     assert "test_compiled.py" in str(caught.value)
     assert "Hint" not in str(caught.value)
 
 
 def test_one_graph_of_a_model_with_an_lstm_is_refused_with_a_remedy():
     with pytest.raises(fxremat.CaptureError, match="LSTMCell"):
-        fxremat.compile(Recurrent(), X, 1.0, fullgraph=True)
+        fxremat.compile(Recurrent(), X, 1.0, regions="one")
 
 
 def test_planning_leaves_buffers_that_uncaptured_code_has_written():
@@ -660,7 +664,7 @@ def test_few_frames_lie_between_a_call_and_emitted_code(pair):
 
 
 def test_copies_of_what_travels_keep_to_limits_of_their_own():
-    compiled = fxremat.compile(Net(), X, "min", offload="only", host_limit="8 MiB")
+    compiled = fxremat.compile(Net(), X, "min", offload=fxremat.HostMemory("only", limit="8 MiB"))
     host_bytes = compiled.plan.host_bytes
     for other in (copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))):
         assert same_step(compiled, other)

@@ -29,7 +29,14 @@ def least(effort: float, budget: object = "min") -> fxremat.Plan:
     """Plan the MLP for the least budget, where parts may round otherwise."""
     torch._dynamo.reset()
     x = torch.randn(512, 8)
-    return fxremat.plan(Wide(), x, budget, loss=torch.sum, split=True, effort=effort)
+    return fxremat.plan(
+        Wide(),
+        x,
+        budget,
+        loss=torch.sum,
+        bits="rounding",
+        effort=fxremat.Effort(effort, forms=("parts",)),
+    )
 
 
 def test_effort_finds_forms_in_parts_and_the_plan_says_where_it_was_spent(

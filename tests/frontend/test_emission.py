@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.errors import PlanError
 from fxremat.ir import Backward, Keep
+from tests.efforts import WHOLE
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import run_step
@@ -41,7 +42,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("gpt", {}),
         ("siamese", {}),
-        ("gpt", {"budget_on": "reserved", "accumulate": True}),
+        ("gpt", {"budget": "min reserved", "accumulate": True}),
         ("unet", {"offload": "only"}),
     ],
     ids=["line with dropout", "join", "reserved", "transfers"],
@@ -49,7 +50,9 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_code_and_the_same_bits(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, quick_search: None
 ):
-    _, first = compiled(ZOO[name], "min", input_gradients=True, **options)
+    options = dict(options)
+    budget = options.pop("budget", "min")
+    _, first = compiled(ZOO[name], budget, input_gradients=True, **options)
     plan = first.plan
     assert plan.host_bytes or "offload" not in options
     torch._dynamo.reset()
@@ -65,7 +68,7 @@ def test_norms_undone_are_so_again(monkeypatch: pytest.MonkeyPatch):
         "fxremat.planning.choose.fastest",
         lambda ways, budget_bytes: (ways[-1], ways[-1].fastest_within(budget_bytes)),
     )
-    options: dict[str, Any] = {"loss": loss_of, "exact": False, "split": False}
+    options: dict[str, Any] = {"loss": loss_of, "bits": "rounding", "effort": WHOLE}
     plan = fxremat.plan(network(), X, 0.8, **options)
     assert not plan.form.exact
     torch._dynamo.reset()
@@ -73,7 +76,7 @@ def test_norms_undone_are_so_again(monkeypatch: pytest.MonkeyPatch):
     assert fxremat.compile(network(), X, plan=plan, **options).plan == plan
     torch._dynamo.reset()
     with pytest.raises(PlanError) as caught:
-        fxremat.compile(network(), X, plan=plan, loss=loss_of, split=False)
+        fxremat.compile(network(), X, plan=plan, loss=loss_of, effort=WHOLE)
     assert any("exact" in told for told in caught.value.differs)
 
 

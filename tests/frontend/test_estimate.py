@@ -143,7 +143,7 @@ def test_a_gpu_counts_blocks_and_libraries() -> None:
 
 def test_reserved_bytes_are_the_allocators() -> None:
     model, x = on_meta(mlp, 512), torch.empty(2048, 8, device="meta")
-    taken = fxremat.estimate(model, x, device="A100", budget_on="reserved")
+    taken = fxremat.estimate(model, x, device="A100", budget="100% reserved")
     handed = fxremat.estimate(model, x, device="A100")
     assert taken.peak_bytes > handed.peak_bytes
 
@@ -261,13 +261,13 @@ def test_what_is_told_is_in_the_facts() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "H100"])
-@pytest.mark.parametrize("budget_on", ["allocated", "reserved"])
-def test_what_is_held_at_a_peak_adds_up_to_it(device: str, budget_on: str) -> None:
+@pytest.mark.parametrize("counted", ["allocated", "reserved"])
+def test_what_is_held_at_a_peak_adds_up_to_it(device: str, counted: str) -> None:
     model = on_meta(deep)
     parameters = sum(p.nbytes for p in model.parameters())
-    on = (device, budget_on)
-    more = {"optimizer": torch.optim.AdamW, "reserve": 1 << 20, "budget_on": budget_on}
-    found = fxremat.estimate(model, torch.empty(512, 64), device=device, budget="min", **more)
+    on = (device, counted)
+    more = {"optimizer": torch.optim.AdamW, "reserve": 1 << 20, "budget": f"min {counted}"}
+    found = fxremat.estimate(model, torch.empty(512, 64), device=device, **more)
     assert found.plan is not None
     kept, least = found.at_peak(found.kept), found.at_peak(found.plan)
     assert sum(kept.values()) == found.peak_bytes

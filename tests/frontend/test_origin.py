@@ -62,7 +62,7 @@ def test_the_same_sizes_otherwise_laid_out(plan: fxremat.Plan):
         ({"optimizer": torch.optim.Adam}, "optimizer"),
         ({"loss": torch.sum}, "loss"),
         ({"offload": "auto"}, "offload"),
-        ({"budget_on": "reserved"}, "budget_on"),
+        ({"budget": "100% reserved"}, "budget_on"),
     ],
 )
 def test_another_option(plan: fxremat.Plan, options: dict[str, Any], name: str):

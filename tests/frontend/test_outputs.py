@@ -139,8 +139,8 @@ def test_their_gradient_lies_as_that_of_aot_eager(
     model, x = Weighed(order), torch.randn(4, 3, 32, 32)
     expected = _gradients(model, torch.compile(model, backend="aot_eager"), x)
     torch._dynamo.reset()
-    loss = operator.itemgetter("loss")
-    call = fxremat.compile(model, x, budget, loss=loss, drop_unused=drop_unused)
+    loss = fxremat.Loss(operator.itemgetter("loss"), drop_unused=drop_unused)
+    call = fxremat.compile(model, x, budget, loss=loss)
     assert_bitwise_equal(_gradients(model, call, x), expected)
 
 
@@ -194,7 +194,7 @@ def test_what_is_dropped_takes_no_memory_in_the_backward():
     model, x = Two(), torch.randn(64, 8)
     large_bytes = 64 * 512 * 4
     expected = [None if g is None else g.clone() for g in _step(model, model, x)]
-    call = fxremat.compile(model, x, "min", loss=_small, drop_unused=True)
+    call = fxremat.compile(model, x, "min", loss=fxremat.Loss(_small, drop_unused=True))
     held = fxremat.plan(model, x, "min", loss=_small)
     assert call.plan.budget_bytes <= held.budget_bytes - large_bytes
     assert call(x)["large"] is None
@@ -208,7 +208,7 @@ def test_what_is_dropped_takes_no_memory_in_the_backward():
 def test_a_class_of_outputs_lacks_what_is_dropped():
     entry = ZOO["hf_llama"]
     args, kwargs = entry.sample(0)
-    model, call = compiled(entry, "min", loss=entry.loss, drop_unused=True)
+    model, call = compiled(entry, "min", loss=fxremat.Loss(entry.loss, drop_unused=True))
     outputs = call(*args, **kwargs)
     assert outputs.logits is None
     del outputs
@@ -223,11 +223,6 @@ def test_a_class_of_outputs_lacks_what_is_dropped():
         assert ours is not None
         assert theirs.grad is not None
         assert torch.equal(ours, theirs.grad)
-
-
-def test_what_is_unused_is_only_known_with_a_loss():
-    with pytest.raises(ValueError, match=r"drop_unused.*loss="):
-        fxremat.compile(Two(), torch.randn(64, 8), 1.0, drop_unused=True)
 
 
 @pytest.mark.parametrize("name", PARTIAL)

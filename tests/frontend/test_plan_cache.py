@@ -27,6 +27,7 @@ from fxremat.passes.joint.graph import JointGraph
 from fxremat.planner.bound import Relaxation
 from fxremat.planner.context import StepContext
 from fxremat.report.plan import Plan
+from tests.efforts import WHOLE
 from tests.models.bits import assert_bitwise_equal
 from tests.models.zoo import seeded
 
@@ -572,7 +573,7 @@ def test_a_plan_from_before_a_correction_gives_up_its_host_memory():
     layers = [nn.Linear(*sizes) for _ in range(4) for sizes in ((64, 256), (256, 64))]
     own = nn.Sequential(*layers)
     x = torch.randn(512, 64)
-    call = fxremat.compile(own, x, "min", loss=torch.sum, offload="only", split=False)
+    call = fxremat.compile(own, x, "min", loss=torch.sum, offload="only", effort=WHOLE)
     for _ in range(4):
         call(x).sum().backward()
         call.zero_grad()
@@ -614,7 +615,7 @@ def test_plans_of_many_sizes_share_host_memory():
     layers = [nn.Linear(*sizes) for _ in range(2) for sizes in ((16, 64), (64, 16))]
     own = nn.Sequential(*layers)
     plain = copy.deepcopy(own)
-    call = fxremat.compile(own, torch.randn(64, 16), "min", offload="only", split=False)
+    call = fxremat.compile(own, torch.randn(64, 16), "min", offload="only", effort=WHOLE)
     limit, rows = call._training.options.host.limit, [40, 88, 48, 80, 56, 72, 64]
 
     def gradients(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:

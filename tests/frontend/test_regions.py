@@ -247,7 +247,9 @@ class Repeated(nn.Module):
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_step_that_does_not_fit_leaves_those_that_begin_alike(strict: bool) -> None:
     model, x = Repeated(), torch.randn(128, 64)
-    compiled = fxremat.compile(model, budget="2 MiB", split=False, strict=strict)
+    compiled = fxremat.compile(
+        model, budget="2 MiB", effort=fxremat.Effort(forms=("norms",)), strict=strict
+    )
     found: dict[int, list[bool]] = {1: [], 40: []}
     for times in (40, 40, 40, 40, 40, 1, 1, 1, 1, 40, 1):
         model.times = times
@@ -321,7 +323,7 @@ def test_an_operator_that_reads_numbers_of_a_tensor_runs_as_it_is(sections: Tens
         found = torch.autograd.grad(called(x, sections), [*model.parameters()])
         assert all(map(torch.equal, expected, found))
     with pytest.raises(CaptureError, match=r"(?s)data.*test_regions.py.*tensor_split"):
-        fxremat.compile(model, (x, sections), "min", loss="own", fullgraph=True)
+        fxremat.compile(model, (x, sections), "min", loss="own", regions="one")
 
 
 @pytest.mark.more
@@ -360,7 +362,7 @@ def test_graphs_of_one_backend_share_its_budget(loops: bool) -> None:
 def test_what_needs_one_graph_says_so() -> None:
     model, x = made(broken((6,)))
     with pytest.raises(CaptureError, match="one graph"):
-        fxremat.compile(model, x, 1.0, fullgraph=True)
+        fxremat.compile(model, x, 1.0, regions="one")
     with pytest.raises(CaptureError, match="one graph"):
         fxremat.plan(model, x, 1.0)
     plain, _ = made()
@@ -378,10 +380,8 @@ def test_names_that_are_none_are_refused(regions: Any) -> None:
         fxremat.compile(model, x, 1.0, regions=regions)
 
 
-def test_names_beside_one_graph_are_refused() -> None:
+def test_regions_of_one_graph_are_refused() -> None:
     model, x = made()
-    with pytest.raises(ArgumentError, match="regions"):
-        fxremat.compile(model, x, 1.0, regions=["layers.0"], fullgraph=True)
     with pytest.raises(ArgumentError, match="regions"):
         fxremat.plan(model, x, 1.0, regions=["layers.0"])
 

@@ -20,6 +20,7 @@ import fxremat
 from fxremat.errors import BudgetError, BudgetWarning, TransferError
 from fxremat.module.compiled import CompiledModule
 from fxremat.runtime.arena import HostLimit
+from tests.efforts import WHOLE
 from tests.frontend.test_regions import (
     BREAKS,
     BROKEN,
@@ -120,10 +121,11 @@ def test_a_limit_is_of_all_regions_together(way: str) -> None:
     needed = needed_bytes(way, budget)
     for host_limit, enough in ((needed, True), (needed // 2, False)):
         torch._dynamo.reset()
-        options = {"offload": "only", "host_limit": host_limit, "split": False, "strict": True}
+        host = fxremat.HostMemory("only", limit=host_limit)
+        options = {"offload": host, "effort": WHOLE, "strict": True}
         model, x, call, limit = compiled_as(way, budget, **options)
         if not enough:
-            with pytest.raises(BudgetError, match=r"host_limit= leaves them \d+ bytes .* would do"):
+            with pytest.raises(BudgetError, match=r"limit=\) leaves them \d+ bytes .* would do"):
                 learned(model, call, x)
             continue
         for _ in range(2 * LEARNED):
@@ -138,7 +140,7 @@ def test_a_limit_is_of_all_regions_together(way: str) -> None:
 def test_where_little_may_travel_the_rest_is_computed_again() -> None:
     expected, _, least_bytes = whole()
     limit_bytes = 1 << 19
-    options = {"offload": "auto", "host_limit": limit_bytes}
+    options = {"offload": fxremat.HostMemory("auto", limit=limit_bytes)}
     model, x, call, limit = compiled_as("regions", "min", **options)
     learned(model, call, x)
     assert all(map(torch.equal, gradients(model, call, x), expected))
@@ -150,8 +152,9 @@ def test_where_little_may_travel_the_rest_is_computed_again() -> None:
 def test_steps_that_overlap_share_the_limit(way: str) -> None:
     """The second one gets what the first one leaves; both backwards are right, in any order."""
     expected, full_bytes, _ = whole()
-    options: dict[str, Any] = {"offload": "auto", "host_limit": 4 << 20}
-    model, x, call, limit = compiled_as(way, full_bytes, **options)
+    limit_bytes = 4 << 20
+    host = fxremat.HostMemory("auto", limit=limit_bytes)
+    model, x, call, limit = compiled_as(way, full_bytes, offload=host)
     learned(model, call, x)
     for last_first in (True, False):
         model.zero_grad(set_to_none=True)
@@ -160,7 +163,7 @@ def test_steps_that_overlap_share_the_limit(way: str) -> None:
             with seeded(1), warnings.catch_warnings():
                 warnings.simplefilter("ignore", BudgetWarning)
                 losses.append(call(x))
-            assert limit.allocated_bytes <= options["host_limit"]
+            assert limit.allocated_bytes <= limit_bytes
         for loss in losses[::-1] if last_first else losses:
             model.zero_grad(set_to_none=True)
             loss.backward()
@@ -174,8 +177,8 @@ def travelling() -> tuple[nn.Module, Tensor, CompiledModule, HostLimit, list[Ten
     """Layers whose activations travel, within just the host memory that a step needs."""
     expected, full_bytes, _ = whole()
     budget = full_bytes // 2
-    options: dict[str, Any] = {"offload": "only", "host_limit": needed_bytes("regions", budget)}
-    model, x, call, limit = compiled_as("regions", budget, **options)
+    host = fxremat.HostMemory("only", limit=needed_bytes("regions", budget))
+    model, x, call, limit = compiled_as("regions", budget, offload=host)
     learned(model, call, x)
     return model, x, call, limit, expected
 

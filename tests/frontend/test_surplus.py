@@ -39,7 +39,7 @@ def test_a_larger_batch_has_a_larger_loss_and_target():
         return ((outputs - target).unsqueeze(0) * torch.ones(20, 1, 1)).square().sum()
 
     small, large = ((torch.randn(n, 16), torch.randn(n, 16)) for n in (8, 256))
-    compiled = fxremat.compile(model, small[0], "min", loss=costly, target=small[1])
+    compiled = fxremat.compile(model, small[0], "min", loss=fxremat.Loss(costly, target=small[1]))
     with warnings.catch_warnings():
         warnings.simplefilter("error", fxremat.BudgetWarning)
         for x, target in (small, *[large] * 5):

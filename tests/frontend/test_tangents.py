@@ -63,7 +63,9 @@ def compiled(
 ) -> tuple[fxremat.CompiledModule, Tensor, Tensor]:
     x, target = torch.randn(256, 16), torch.randint(0, 256, (256,))
     net = Decoder(heads=heads)
-    model = fxremat.compile(net, x, budget, loss=loss_of, target=target, reserve=reserve)
+    model = fxremat.compile(
+        net, x, budget, loss=fxremat.Loss(loss_of, target=target), reserve=reserve
+    )
     return model, x, target
 
 

@@ -38,18 +38,17 @@ class TestOnCuda:
 
     pytestmark = needs_cuda
 
-    @pytest.mark.parametrize("budget_on", ["allocated", "reserved"])
-    @pytest.mark.parametrize("budget", [1.0, "min"])
-    def test_a_plan_for_shapes_is_followed(self, budget: float | str, budget_on: str):
+    @pytest.mark.parametrize("counted", ["allocated", "reserved"])
+    @pytest.mark.parametrize("budget", ["100%", "min"])
+    def test_a_plan_for_shapes_is_followed(self, budget: str, counted: str):
         model, x = made(), torch.empty(256, 256, device="meta")
         found = fxremat.estimate(
             model,
             x,
             device="H100",
-            budget=budget,
+            budget=f"{budget} {counted}",
             loss=torch.sum,
             optimizer=torch.optim.AdamW,
-            budget_on=budget_on,
             verify=True,
         ).verified
         assert found is not None

@@ -28,6 +28,7 @@ from fxremat.graph import graph as graphs
 from fxremat.ir import MeasuredLink, RecordedCosts
 from fxremat.report.codec import decode, encode
 from fxremat.report.plan import Plan
+from tests.efforts import ROUNDED_PARTS, WHOLE
 from tests.models import ZOO
 from tests.models.zoo import seeded
 
@@ -49,7 +50,7 @@ def _planned(name: str, **options: Any) -> Plans:
     """One plan of a model of the zoo."""
     entry = ZOO[name]
     options.setdefault("loss", None if entry.loss_inside else entry.loss)
-    options.setdefault("split", False)  # what is in parts by default is measured
+    options.setdefault("effort", WHOLE)  # what is in parts by default is measured
     with entry.context():
         plan = fxremat.plan(entry.build(), fxremat.Sample(*entry.sample(0)), **options)
     return {"plan": plan}
@@ -87,7 +88,7 @@ def _regions() -> Plans:
     """The plans of the regions of a step, chosen together."""
     with seeded(0):
         model, x = Broken(), torch.randn(256, 64)
-    call = fxremat.compile(model, x, 0.6, split=False)
+    call = fxremat.compile(model, x, 0.6, effort=WHOLE)
     for _ in range(4):
         model.zero_grad()
         call(x).backward()
@@ -98,7 +99,7 @@ def _sizes() -> Plans:
     """The plans of a model that is called with several sizes."""
     entry = ZOO["gpt"]
     (ids, targets), _ = entry.sample(0)
-    call = fxremat.compile(entry.build(), (ids, targets), 0.6, dynamic=True, split=False)
+    call = fxremat.compile(entry.build(), (ids, targets), 0.6, dynamic=True, effort=WHOLE)
     found = {}
     for batch, length in ((2, 64), (2, 32), (3, 48)):
         own = [torch.cat((t, t))[:batch, :length].contiguous() for t in (ids, targets)]
@@ -119,7 +120,10 @@ CASES: dict[str, tuple[str, Callable[[], Plans]]] = {
     "transfers-only": ("unet", partial(_planned, "unet", budget="min", offload="only")),
     "regions-0.6": ("regions", _regions),
     "sizes-0.6": ("gpt_sizes", _sizes),
-    "parts-min": ("gpt_parts", partial(_planned, "gpt", budget="min", split=True)),
+    "parts-min": (
+        "gpt_parts",
+        partial(_planned, "gpt", budget="min", **ROUNDED_PARTS),
+    ),
     "fused-min": ("outputs", partial(_planned, "outputs", budget="min", executor="inductor")),
 }
 """The name of the model's costs, and what makes its plans."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.costs import bandwidth
+from tests.efforts import WHOLE
 from tests.models.bits import assert_bitwise_equal
 from tests.on_cuda.stood_in import (
     Offload,
@@ -87,7 +88,7 @@ def test_the_link_is_measured_where_little_of_the_device_is_left():
     torch.cuda.empty_cache()
     bandwidth._known.clear()
     stand_in.memory(torch.cuda.memory_reserved() + (40 << 20))
-    call = fxremat.compile(model, *batch, "min", loss=torch.sum, offload="only", split=False)
+    call = fxremat.compile(model, *batch, "min", loss=torch.sum, offload="only", effort=WHOLE)
     assert call.plan.host_bytes
     bandwidth._known.clear()
 

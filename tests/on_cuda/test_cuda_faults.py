@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fxremat
 from fxremat import torch_compat
 from fxremat.costs import bandwidth, cache, workspaces
-from fxremat.options.arguments import Split
 from fxremat.runtime import streams
 from fxremat.runtime.arena import Arena
+from tests.efforts import SPLITS, WHOLE
 from tests.models.bits import assert_bitwise_equal
 from tests.moving import ops
 from tests.on_cuda.stood_in import (
@@ -150,7 +150,7 @@ def check_steps(trained: Trained, kinds: dict[str, int], times: int | None) -> N
 def test_what_fails_in_a_step_that_offloads_is_told_and_leaves_nothing(
     name: str, times: int | None
 ):
-    trained = Trained(name, "only", split=False)
+    trained = Trained(name, "only", effort=WHOLE)
     kinds = step_calls(trained)
     least = ("cudaEventCreate", "cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync")
     assert all(kinds[kind] >= 8 for kind in least), kinds
@@ -160,7 +160,7 @@ def test_what_fails_in_a_step_that_offloads_is_told_and_leaves_nothing(
 @once_and_for_good
 @pytest.mark.parametrize("offload", [False, "only"])
 def test_a_step_that_cannot_have_its_memory_leaves_nothing(offload: Offload, times: int | None):
-    trained = Trained("bulk", offload, warm=2, split=False)
+    trained = Trained("bulk", offload, warm=2, effort=WHOLE)
     count = step_calls(trained)["cudaMalloc"]
     assert count >= 4
     check_steps(trained, {"cudaMalloc": count}, times)
@@ -171,7 +171,7 @@ def test_neither_does_one_whose_segments_expand(times: int | None):
     settings = torch.cuda.memory._set_allocator_settings
     settings("expandable_segments:True")
     try:
-        trained = Trained("bulk", False, warm=2, split=False)
+        trained = Trained("bulk", False, warm=2, effort=WHOLE)
         count = step_calls(trained)["cuMemCreate"]
         assert count >= 2
         check_steps(trained, {"cuMemCreate": count}, times)
@@ -200,8 +200,8 @@ def unknown(cold: bool) -> None:
 def compiles(name: str, offload: Offload, model: nn.Module) -> fxremat.CompiledModule:
     sample = fxremat.Sample(to_device(batch_of(name, 0)), {})
     loss = None if name == "gpt" else torch.sum
-    split: Split = False if offload else "exact"  # transfers, or else what is measured for parts
-    return fxremat.compile(model, sample, "min", loss=loss, offload=offload, split=split)
+    parts = SPLITS[False if offload else "exact"]  # transfers, or else what is measured for parts
+    return fxremat.compile(model, sample, "min", loss=loss, offload=offload, **parts)
 
 
 def check_compile(

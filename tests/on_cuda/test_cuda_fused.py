@@ -24,6 +24,7 @@ from torch.nn import functional
 import fxremat
 from fxremat.passes.fuse.unit import Unit, compile_units
 from tests.cuda import CUDA, forget
+from tests.efforts import ROUNDED_PARTS
 from tests.on_cuda.stood_in import needs_stand_in
 from tests.passes.test_unit import aten, unit_of
 
@@ -126,7 +127,7 @@ def check(model: nn.Module, call: Callable[..., Any], sizes: tuple[int, ...], st
         pytest.param(Broken, (ROWS,), 6, {}, id="two graphs"),
         pytest.param(Broken, (ROWS,), 6, {"executor": "eager"}, id="two graphs, eager"),
         pytest.param(Amp, (ROWS,), 3, {}, id="autocast"),
-        pytest.param(lambda: blocks(4), (ROWS,), 3, {"split": True}, id="in parts"),
+        pytest.param(lambda: blocks(4), (ROWS,), 3, ROUNDED_PARTS, id="in parts"),
     ],
 )
 def test_steps_at_the_least_budget_keep_to_it(

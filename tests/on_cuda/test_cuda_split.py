@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.graph import further
 from tests.cuda import CUDA
+from tests.efforts import WHOLE
 from tests.on_cuda.stood_in import needs_stand_in
 from tests.test_split import Language, batch
 
@@ -44,7 +45,7 @@ def test_half_the_least_has_the_same_bits():
     truth = made()
     expected = gradients(truth, truth, given)
     del truth
-    least_bytes = fxremat.plan(made(), given, "min", loss="own", split=False).budget_bytes
+    least_bytes = fxremat.plan(made(), given, "min", loss="own", effort=WHOLE).budget_bytes
     torch._dynamo.reset()
     model = made()
     call = fxremat.compile(model, given, int(0.6 * least_bytes), loss="own")
@@ -66,7 +67,7 @@ def test_a_loss_whose_gradient_is_another_has_the_same_bits_within_the_budget(
     truth = made()
     expected = {factor: gradients(truth, truth, given, factor=factor) for factor in (1.0, 0.3)}
     del truth
-    least_bytes = fxremat.plan(made(), given, "min", loss="own", split=False).budget_bytes
+    least_bytes = fxremat.plan(made(), given, "min", loss="own", effort=WHOLE).budget_bytes
     torch._dynamo.reset()
     model = made()
     call = fxremat.compile(model, given, int(0.7 * least_bytes), loss="own")

@@ -27,6 +27,7 @@ import fxremat
 from fxremat import torch_compat
 from fxremat.errors import PlanError
 from tests.cuda import CUDA, forget
+from tests.efforts import WHOLE
 from tests.on_cuda.happens_before import check
 from tests.on_cuda.stood_in import needs_stand_in
 
@@ -232,7 +233,7 @@ def test_a_recomputation_launches_the_kernel_again(kind: str):
 
 
 def test_a_sum_in_any_order_is_not_computed_again():
-    trained = run("atomic", "min", split=False)
+    trained = run("atomic", "min", effort=WHOLE)
     trained.peaks(1)
     with launches() as counted:
         trained.step()

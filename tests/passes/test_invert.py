@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch.nn import functional
 
 import fxremat
 from fxremat.runtime.inverse import invert_batch_norm
+from tests.efforts import WHOLE
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -89,7 +92,7 @@ def test_leaky_relus_keep_their_result_with_the_same_bits(exact: list[Tensor], i
     assert call.plan.form.exact
 
 
-def middling(**options: bool) -> tuple[nn.Module, fxremat.CompiledModule]:
+def middling(**options: Any) -> tuple[nn.Module, fxremat.CompiledModule]:
     model = network()
     found = fxremat.plan(network(), X, 1.0, loss=loss_of)
     budget = (found.least_budget_bytes + 2 * found.baseline_peak_bytes) // 3
@@ -100,7 +103,7 @@ def middling(**options: bool) -> tuple[nn.Module, fxremat.CompiledModule]:
 def test_gradients_are_up_to_rounding_within_the_budget(exact: list[Tensor], monkeypatch):
     # As if convolutions were so dear that rebuilding from results always pays.
     monkeypatch.setattr("fxremat.planning.choose.fastest", _always_rebuilt)
-    model, call = middling(exact=False, split=False)  # rebuilding is looked at last then
+    model, call = middling(bits="rounding", effort=WHOLE)  # rebuilding is looked at last then
     assert not call.plan.form.exact
     assert "up to rounding" in call.plan.explain()
     for found, expected in zip(gradients(model, call), exact, strict=True):
@@ -117,7 +120,7 @@ def _always_rebuilt(ways, budget_bytes):
 
 def test_statistics_and_outputs_keep_their_bits(monkeypatch):
     monkeypatch.setattr("fxremat.planning.choose.fastest", _always_rebuilt)
-    model, call = middling(exact=False, split=False)
+    model, call = middling(bits="rounding", effort=WHOLE)
     assert not call.plan.form.exact
     eager = network()
     assert torch.equal(call(X), eager(X))
@@ -125,7 +128,7 @@ def test_statistics_and_outputs_keep_their_bits(monkeypatch):
 
 
 def test_never_slower_and_never_more_than_the_exact_plan():
-    _, with_rounding = middling(exact=False)
+    _, with_rounding = middling(bits="rounding")
     _, with_bits = middling()
     assert with_bits.plan.form.exact
     assert with_rounding.plan.least_budget_bytes <= with_bits.plan.least_budget_bytes
@@ -135,11 +138,11 @@ def test_never_slower_and_never_more_than_the_exact_plan():
 
 def test_what_fits_is_left_alone():
     model = network()
-    call = fxremat.compile(model, X, 1.0, loss=loss_of, exact=False)
+    call = fxremat.compile(model, X, 1.0, loss=loss_of, bits="rounding", effort=WHOLE)
     assert call.plan.form.exact
     assert call.plan.predicted_s == call.plan.baseline_s
 
 
 def test_a_model_without_such_norms_is_planned_as_ever():
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
-    assert fxremat.plan(model, torch.randn(16, 8), "min", exact=False).form.exact
+    assert fxremat.plan(model, torch.randn(16, 8), "min", bits="rounding", effort=WHOLE).form.exact

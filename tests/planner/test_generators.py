@@ -107,9 +107,9 @@ def test_schedules_of_a_solver_by_its_name(name: str):
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_plan_of_a_named_solver_is_followed_again(tmp_path: Path):
     model, x = nn.Sequential(*Wide.layers(6)), torch.randn(256, 32)
-    plan = fxremat.plan(model, x, "min", generators=["revolve"])
+    plan = fxremat.plan(model, x, "min", effort=fxremat.Effort(generators=["revolve"]))
     assert plan.predicted_peak_bytes < plan.baseline_peak_bytes
     plan.save(tmp_path / "plan.json")
     kept = tmp_path / "plan.json"
-    again = fxremat.compile(model, x, plan=kept, generators=["revolve"]).plan
+    again = fxremat.compile(model, x, plan=kept, effort=fxremat.Effort(generators=["revolve"])).plan
     assert again.schedule == plan.schedule

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.errors import BudgetError, PlanError
+from tests.efforts import WHOLE
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -25,7 +26,7 @@ VALUES: list[Any] = [
     *(1e308, -1.5, 1e-320, float("nan"), float("inf")),
     *("", "x", "\x1b[31mred\x07", "[/x]", "<script>", None, True, [], {}, [[]]),
 ]
-OPTIONS: dict[str, Any] = {"offload": "only", "split": False}
+OPTIONS: dict[str, Any] = {"offload": "only", "effort": WHOLE}
 
 Place = tuple[str | int, ...]
 Change = tuple[Place, Callable[[Any, Any], None]]

@@ -11,6 +11,7 @@ from torch import nn
 import fxremat
 from fxremat.graph import further
 from fxremat.runtime import cuda_graph
+from tests.efforts import WHOLE
 from tests.test_split import Language, batch, parts_of_loss, softmaxes
 
 
@@ -83,7 +84,7 @@ def test_nor_through_torch_compile():
 def test_a_step_with_host_memory_does_not_run_then(capturing: pytest.MonkeyPatch):
     capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     reference = fxremat.compile(model(), X, "1 GiB")
-    compiled = fxremat.compile(model(), X, "min", offload="only", split=False)
+    compiled = fxremat.compile(model(), X, "min", offload="only", effort=WHOLE)
     assert compiled.plan.host_bytes
     capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(fxremat.TransferError, match="offload=False") as caught:
@@ -102,7 +103,7 @@ def test_gradients_beside_a_loss_are_computed_once_more_then(capturing: pytest.M
     capturing.setattr(further, "MUCH_SLOWER", math.inf)  # the first form that fits is taken
     torch.manual_seed(0)
     original, given = Language().double(), batch()
-    least_bytes = fxremat.plan(original, given, "min", loss="own", split=False).budget_bytes
+    least_bytes = fxremat.plan(original, given, "min", loss="own", effort=WHOLE).budget_bytes
     torch._dynamo.reset()
     compiled = fxremat.compile(original, given, 7 * least_bytes // 10, loss="own")
     assert compiled.plan.form.beside

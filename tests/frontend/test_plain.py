@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,35 @@ from torch import nn
 
 import fxremat
 from fxremat.options.arguments import Arguments
+from fxremat.options.loss import own_loss
+from fxremat.options.plain import gathered
+from fxremat.options.table import OPTIONS
 
-NEVER_TEXT = {"model", "sample", "target", "regions", "ranks", "generators"}
 OTHERS: dict[str, Any] = {
-    "budget": "6 GiB", "reserve": "64 MiB", "optimizer": "AdamW", "loss": "own",
-    "drop_unused": True, "accumulate": True, "offload": "auto", "host_limit": "8G",
-    "host_dir": ".", "exact": False, "split": True, "budget_on": "reserved", "executor": "inductor",
-    "dynamic": False, "fullgraph": True, "in_flight": 2, "strict": True,
-    "assume": "strict", "effort": 2.0, "verify_bits": 100,
+    "budget": "6 GiB reserved", "reserve": "64 MiB", "optimizer": "AdamW", "loss": "own",
+    "accumulate": True, "offload": "auto", "bits": "rounding", "effort": 2.0,
+    "executor": "inductor", "dynamic": False, "regions": "one", "in_flight": 2, "strict": True,
+    "assume": "strict",
 }  # fmt: skip
+"""A value of each option but its default, as ``compile`` takes it."""
+
+TOGETHER: list[tuple[dict[str, Any], str, Any]] = [
+    (
+        {"offload": "only", "host_limit": "8G", "host_dir": "."},
+        "offload",
+        fxremat.HostMemory("only", limit="8G", folder="."),
+    ),
+    ({"verify_bits": 100}, "bits", fxremat.Bits(verify_every=100)),
+    ({"bits": "rounding", "verify_bits": 2}, "bits", fxremat.Bits("rounding", verify_every=2)),
+    (
+        {"effort": 2.0, "generators": "rotor, join", "forms": "norms"},
+        "effort",
+        fxremat.Effort(2.0, generators=("rotor", "join"), forms=("norms",)),
+    ),
+    ({"forms": ""}, "effort", fxremat.Effort(forms=())),
+    ({"regions": "layers.0, layers.1"}, "regions", ("layers.0", "layers.1")),
+]
+"""Plain values, and the argument that they make up."""
 
 
 def small() -> tuple[nn.Module, torch.Tensor]:
@@ -31,16 +50,18 @@ def small() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*blocks), torch.randn(256, 16)
 
 
-def test_they_are_arguments_of_compile() -> None:
+def test_every_option_that_text_can_say_has_its_values() -> None:
     names = {field.name for field in dataclasses.fields(fxremat.Options)}
-    assert names == set(inspect.signature(fxremat.compile).parameters) - NEVER_TEXT
-    assert set(OTHERS) == names - {"plan"}
+    assert names == {"budget", *(field.name for option in OPTIONS for field in option.fields)}
+    bare = {option.name for option in OPTIONS if not option.fields}
+    assert bare == {"ranks", "policy"}
+    assert set(OTHERS) == {"budget", *(option.name for option in OPTIONS)} - bare - {"plan"}
 
 
 def test_defaults_are_those_of_compile() -> None:
     options = fxremat.Options("6 GiB")
     assert options.arguments() == {"budget": "6 GiB"}
-    written = dataclasses.asdict(options) | {"offload": False}
+    written = gathered(dataclasses.asdict(options))
     assert Arguments.read(**written) == Arguments.read("6 GiB")
 
 
@@ -48,6 +69,20 @@ def test_defaults_are_those_of_compile() -> None:
 def test_every_option_is_passed_on(name: str) -> None:
     values = {"budget": "1 GiB", name: OTHERS[name]}
     assert fxremat.Options.from_dict(values).arguments() == values
+
+
+@pytest.mark.parametrize(("values", "name", "expected"), TOGETHER, ids=str)
+def test_values_make_up_one_argument(values: dict[str, Any], name: str, expected: Any) -> None:
+    options = fxremat.Options.from_dict({"budget": "1 GiB", **values})
+    assert options.arguments() == {"budget": "1 GiB", name: expected}
+
+
+def test_outputs_are_dropped_with_a_loss_only() -> None:
+    options = fxremat.Options("1 GiB", loss="own", drop_unused=True)
+    read = Arguments.read(**options.arguments())
+    assert read.drop_unused and read.loss is own_loss
+    with pytest.raises(fxremat.ArgumentError, match="loss="):
+        fxremat.Options("1 GiB", drop_unused=True).arguments()
 
 
 @pytest.mark.parametrize("budget", ["90%", "0.9", 0.9])
@@ -90,7 +125,10 @@ def test_a_name_of_no_optimizer_is_refused(optimizer: str) -> None:
     assert caught.value.argument == "optimizer"
 
 
-@pytest.mark.parametrize("values, argument", [({"budgte": 1}, "budgte"), ({}, "budget")])
+@pytest.mark.parametrize(
+    "values, argument",
+    [({"budgte": 1}, "budgte"), ({"budget": 1, "split": True}, "split"), ({}, "budget")],
+)
 def test_a_wrong_name_is_refused(values: dict[str, Any], argument: str) -> None:
     with pytest.raises(fxremat.ArgumentError) as caught:
         fxremat.Options.from_dict(values)
@@ -100,10 +138,10 @@ def test_a_wrong_name_is_refused(values: dict[str, Any], argument: str) -> None:
 def test_a_command_line_fills_them_beside_those_of_a_trainer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     parser = transformers.HfArgumentParser((transformers.TrainingArguments, fxremat.Options))
-    line = f"--output_dir {tmp_path} --budget 6GiB --drop_unused --no_exact --dynamic false"
+    line = f"--output_dir {tmp_path} --budget 6GiB --bits rounding --dynamic false"
     _, options = parser.parse_args_into_dataclasses([*line.split(), "--loss", "own"])
     assert options.arguments() == {
-        "budget": "6GiB", "loss": "own", "drop_unused": True, "exact": False, "dynamic": False,
+        "budget": "6GiB", "loss": "own", "bits": "rounding", "dynamic": False,
     }  # fmt: skip
 
 

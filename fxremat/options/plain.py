@@ -1,0 +1,143 @@
+"""Options as plain values, as configuration files and command lines hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, field, fields, make_dataclass
+from typing import Any
+
+from fxremat.errors import ArgumentError, refuse
+from fxremat.options.loss import Loss
+from fxremat.options.table import BUDGET, OPTIONS, Field, Option, refuse_former
+from fxremat.options.values import Bits, HostMemory
+from fxremat.planner.effort import Effort
+
+CLASSES: Mapping[str, Callable[..., Any]] = {
+    "loss": Loss,
+    "offload": HostMemory,
+    "bits": Bits,
+    "effort": Effort,
+}
+"""What several plain values of an option make up, by the option."""
+
+
+def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of :func:`fxremat.compile` from plain values.
+
+    Args:
+        given: values by the names of their fields. The value of an option may also be given as
+            ``compile`` takes it.
+
+    Raises:
+        ArgumentError: a value has no meaning without another one, or cannot be read.
+    """
+    found = dict(given)
+    for option in OPTIONS:
+        own = {each.name: found.pop(each.name) for each in option.fields if each.name in found}
+        if own:
+            found[option.name] = _value(option, own)
+    return found
+
+
+def _value(option: Option, own: dict[str, Any]) -> Any:
+    """Return the value of an option, of which ``own`` plain values are given."""
+    value, parts = option.default, {}
+    for each in option.fields:
+        if each.name in own and not each.part:
+            value = _names(each, own[each.name])
+        elif own.get(each.name) is not None:
+            parts[each.part] = _names(each, own[each.name])
+    if option.name == "offload" and value is None:
+        value = False
+    if not parts:
+        return value
+    made = CLASSES[option.name]
+    if isinstance(made, type) and isinstance(value, made):
+        name = f"fxremat.{made.__name__}"
+        raise ArgumentError(
+            f"{option.name} is a {name}, and so has {', '.join(parts)}: give it there",
+            argument=option.name,
+            value=value,
+        )
+    if value is None or value is False:
+        part, one = next(iter(parts.items()))
+        if not any(parts.values()):
+            return value
+        refuse(part, one, f"left out without {option.name}=, or {option.name}= be given as well")
+    return made(value, **parts)
+
+
+def _names(each: Field, value: Any) -> Any:
+    """Return a value that may be names, separated by commas, as a tuple of names."""
+    if not (each.separated and isinstance(value, str)) or value in each.choices:
+        return value
+    return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+def _plain_fields() -> Iterator[tuple[str, Any, Any]]:
+    yield BUDGET.name, BUDGET.kind, field()
+    for option in OPTIONS:
+        for each in option.fields:
+            yield each.name, each.kind, field(default=each.default)
+
+
+_Plain: Any = make_dataclass("_Plain", list(_plain_fields()))  # not frozen: Hydra sets fields
+
+
+class Options(_Plain):  # type: ignore[misc]
+    """Arguments of :func:`fxremat.compile` as plain values: numbers, flags and text.
+
+    OmegaConf and Hydra make a structured config from this class, and ``HfArgumentParser`` makes
+    arguments of a command line. Nothing is checked here, but where :meth:`arguments` are used. The
+    reference lists all attributes; those whose text has a meaning of its own are:
+
+    Attributes:
+        budget: ``"6 GiB"``, ``"6GB"`` (decimal), ``"50%"`` of what the step takes with everything
+            kept, or ``"min"``; each may end in ``" reserved"``.
+        optimizer: name of a class of ``torch.optim``; ``"none"``: no state is counted before
+            it exists, not even that of a trainer's optimizer.
+        loss: ``"own"``: the model returns its loss.
+        offload: ``"auto"``, ``"only"`` or ``"conv"``; ``None``: nothing travels.
+        regions: ``"auto"``, ``"one"``, or names of modules, separated by commas.
+        plan: file of a plan to follow.
+    """
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Options:
+        """Return the options that a section of a configuration file has.
+
+        Args:
+            values: by the names of the attributes; what is left out is the default.
+
+        Raises:
+            ArgumentError: a name is none of them, or ``budget`` is missing.
+        """
+        names = [each.name for each in fields(Options)]
+        for name in values:
+            if name in names:
+                continue
+            refuse_former({name: values[name]})
+            raise ArgumentError(
+                f"unknown option {name!r}: fxremat.Options has {', '.join(names)}",
+                argument=str(name),
+                value=values[name],
+            )
+        if "budget" not in values:
+            raise ArgumentError(
+                "no budget: give one, such as budget: 6 GiB", argument="budget", value=None
+            )
+        return Options(**values)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what differs from the defaults, as arguments of :func:`fxremat.compile`.
+
+        Raises:
+            ArgumentError: several values make up one that cannot be read.
+        """
+        found = {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if each.default is MISSING or getattr(self, each.name) != each.default
+        }
+        none = found.get("optimizer") == "none"
+        return gathered(found) | ({"optimizer": None} if none else {})

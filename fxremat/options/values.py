@@ -1,0 +1,113 @@
+"""Values of options that say more than one thing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from fxremat.errors import refuse
+from fxremat.units import parse_bytes
+
+BitsKind = Literal["exact", "rounding"]
+What = Literal["auto", "only", "conv"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bits:
+    """How close gradients are to those of a step without a plan, and how often that is verified.
+
+    Attributes:
+        kind: ``"exact"``: gradients are bitwise those without a plan. ``"rounding"``: they are
+            equal to rounding, so the input of a BatchNorm may be rebuilt from the output of the
+            leaky ReLU behind it, and operations may be computed in parts whose sums are taken in
+            another order.
+        verify_every: ``n``: in every ``n``-th step one run of operations that is computed in parts
+            is also computed as a whole, on the numbers of that step, where the budget has room for
+            that above the plan's peak. If bits differ, the step uses those of the whole, a
+            ``BudgetWarning`` names the run, and later plans do not use it. Steps that are measured
+            for later plans, such as the first ones, are left out. ``0``: never.
+
+    Raises:
+        ArgumentError: one of them cannot be read.
+    """
+
+    kind: BitsKind = "exact"
+    verify_every: int = 0
+
+    def __post_init__(self) -> None:
+        kinds = get_args(BitsKind)
+        if not (isinstance(self.kind, str) and self.kind in kinds):
+            refuse("bits", self.kind, "'exact', 'rounding' or a fxremat.Bits")
+        steps = self.verify_every
+        if not isinstance(steps, (int, np.integer)) or isinstance(steps, bool) or steps < 0:
+            refuse("verify_every", steps, "a number of steps, or 0")
+        object.__setattr__(self, "verify_every", int(steps))
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory to which activations may travel, and from which they are copied back.
+
+    Attributes:
+        what: ``"auto"``: activations travel where that is faster than recomputing them;
+            ``"only"``: nothing is recomputed; ``"conv"``: in addition, nothing travels but inputs
+            of convolutions and poolings (Hascoet et al.).
+        limit: the most host memory to use, ``"8 GiB"`` or bytes; ``None``: as much as the plan
+            takes. It is allocated once, and freed with the module that ``compile`` returns.
+        folder: where the step runs on a CPU, the folder of the file that stands for host memory,
+            on a fast disk or in memory; ``None``: the system's folder for temporary files.
+
+    Raises:
+        ArgumentError: one of them cannot be read.
+    """
+
+    what: What = "auto"
+    limit: int | str | None = None
+    folder: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.what, str) and self.what in get_args(What)):
+            refuse("offload", self.what, "'auto', 'only', 'conv', a fxremat.HostMemory or False")
+        if self.limit is not None:
+            object.__setattr__(self, "limit", read_bytes("limit", self.limit))
+        if self.folder is not None:
+            object.__setattr__(self, "folder", _read_folder("folder", self.folder))
+
+
+def read_bytes(argument: str, value: object, *, most: int | None = None) -> int:
+    """Return bytes that are given as an integer or as text.
+
+    Args:
+        argument: what the error calls it.
+        value: the bytes.
+        most: the largest value; ``None``: any.
+
+    Raises:
+        ArgumentError: ``value`` is no number of bytes, is negative, or is more than ``most``.
+    """
+    nbytes: int | None = None
+    if isinstance(value, str):
+        nbytes = parse_bytes(value)
+    elif isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        nbytes = int(value)
+    if nbytes is None or nbytes < 0:
+        refuse(argument, value, "bytes, at least 0, as an int or as text such as '64 MiB'")
+    if most is not None and nbytes > most:
+        refuse(argument, value, f"at most {most} bytes")
+    return nbytes
+
+
+def _read_folder(argument: str, value: object) -> str:
+    """Return the absolute path of an existing folder that can be written to."""
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not (isinstance(path, str) and path):
+        refuse(argument, value, "the path of a folder, as text or as a pathlib.Path, or None")
+    if not Path(path).is_dir():
+        refuse(argument, value, "a folder that exists: make it first, or give another")
+    if not os.access(path, os.W_OK | os.X_OK):
+        refuse(argument, value, "a folder that this user can write to")
+    return str(Path(path).absolute())
