@@ -18,7 +18,7 @@ PACKAGE = Path(fxremat.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "console", "optional", "jit", "ir"),
-    ("progress", "options"),
+    ("progress",),
     ("torch_compat", "report", "solvers"),
     ("runtime",),
     ("passes/joint",),
@@ -52,7 +52,6 @@ TORCH_FREE = (
     "jit",
     "ir",
     "progress",
-    "options",
     "report",
     "solvers",
 )
