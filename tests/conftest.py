@@ -42,16 +42,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Capturing a large model costs more than most that is tested of it."""
-    from tests.models import HALF, RARE, ZOO
+    """Mark tests of rare models, and exhaustive ones that show nothing new, as slow."""
+    from hypothesis import is_hypothesis_test
 
+    from tests import references
+    from tests.models import RARE, ZOO
+
+    folders = () if references.have_changed() else references.FOLDERS
     for item in items:
+        if item.nodeid.startswith(folders) and is_hypothesis_test(item.obj):
+            item.add_marker(pytest.mark.slow)
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         models = {value for value in values if isinstance(value, str) and value in ZOO}
         if models.intersection(RARE):
             item.add_marker(pytest.mark.slow)
-        elif models.difference(HALF):
-            item.add_marker(pytest.mark.more)
 
 
 @pytest.hookimpl(tryfirst=True)

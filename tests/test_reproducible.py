@@ -15,8 +15,6 @@ from fxremat.frontend import captured, emission
 from tests.frontend.test_emission import SAMPLE, model
 from tests.models import ZOO
 
-pytestmark = pytest.mark.more
-
 PLANS = ("gpt", "siamese", "transfers")
 """A line with draws, a join, and what travels to host memory."""
 
@@ -71,6 +69,7 @@ MEASURING = ("captured.measure_line", "schedules.measure_link", "emission.Rehear
 PLANNING = ("pipeline.emit", "pipeline.fastest")
 
 
+@pytest.mark.slow
 def test_other_processes_plan_the_same_or_know_it(tmp_path: Path):
     cache = tmp_path / "cache"
     first = in_another_process(tmp_path / "first", cache, seed=1, refused=())

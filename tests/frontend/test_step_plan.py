@@ -37,7 +37,8 @@ REGIONS = [f"layers.{place}" for place in range(LAYERS)]
 
 WAYS = (
     "regions",
-    *(pytest.param(way, marks=pytest.mark.more) for way in ("breaks", "loop", "host")),
+    "breaks",
+    *(pytest.param(way, marks=pytest.mark.slow) for way in ("loop", "host")),
 )
 
 
@@ -163,7 +164,7 @@ def test_the_table_has_each_region(way: str, capsys: pytest.CaptureFixture[str])
     assert notebook.count("<svg") == 1
 
 
-@pytest.mark.parametrize("way", ["breaks", pytest.param("host", marks=pytest.mark.more)])
+@pytest.mark.parametrize("way", ["breaks", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_page_and_a_trace_show_the_whole_step(way: str, tmp_path: Path) -> None:
     plan, _ = planned_as(way)
     plan.save_html(tmp_path / "step.html")
@@ -191,8 +192,6 @@ def test_a_page_and_a_trace_show_the_whole_step(way: str, tmp_path: Path) -> Non
         plan.save_html(tmp_path / "nowhere" / "step.html")
 
 
-@pytest.mark.more
-@pytest.mark.more
 def test_code_of_all_regions_alike_ones_once() -> None:
     model, call, x = compiled_as("regions")
     taught(model, call, x)
@@ -222,7 +221,7 @@ def test_before_a_step_is_planned_it_says_why_there_is_none() -> None:
         call.trace_step(lambda: call(x).backward())
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_batches_of_other_sizes_have_plans_of_their_own() -> None:
     model, call, x = compiled_as("breaks", budget=8 << 20)
     for rows in (len(x), len(x) // 2) * 6:
