@@ -8,17 +8,14 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
 ON_CUDA := STAND_IN_SMALL=1 tests/cuda_stand_in/run.sh .venv-cuda python -m pytest -n 2 \
 	--dist loadfile -p cuda_stand_in_pytest
 
-.PHONY: demo test test-more test-slow test-cuda test-cuda-slow lint format docs clean
+.PHONY: demo test test-slow test-cuda test-cuda-slow lint format docs clean
 
 # One thread: on a busy machine, threads that wait for each other make step times meaningless.
 demo: .venv/ready
 	OMP_NUM_THREADS=1 .venv/bin/python -m demo.train
 
 test: .venv/ready
-	$(PYTEST) -m "not more and not slow and not cuda"
-
-test-more: .venv/ready
-	$(PYTEST) -m "(more or hypothesis) and not slow and not cuda" --hypothesis-profile=some
+	$(PYTEST) -m "not slow and not cuda"
 
 test-slow: .venv/ready
 	$(PYTEST) -m "(slow or hypothesis) and not cuda" --hypothesis-profile=many
@@ -44,7 +41,7 @@ docs: .venv-docs/ready
 clean:
 	rm -rf .venv .venv-cuda .venv-docs site
 
-# Made anew when what it is made of changes, so that a second run is quick.
+# Made again when what it is made of changes, so that a second run is quick.
 .venv/ready: pyproject.toml constraints.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test]'

@@ -15,6 +15,16 @@ from tests.examples import register_profiles
 
 register_profiles()
 
+LONG = (
+    "tests/on_cuda/test_cuda_promise.py", "tests/on_cuda/test_cuda_user_kernels.py",
+    "tests/on_cuda/test_cuda_circumstances.py", "tests/test_ranks.py", "tests/test_split.py",
+    "tests/test_breaks.py", "tests/frontend/test_batches.py", "tests/frontend/test_plan_cache.py",
+    "tests/frontend/test_regions.py", "tests/test_corners.py", "tests/test_usual_loop.py",
+    "tests/frontend/test_compiled.py", "tests/integrations/test_integrations.py",
+    "tests/test_callers.py", "tests/test_loops.py", "tests/frontend/test_regions_host.py",
+)  # fmt: skip
+"""The files that take longest. They begin first, so that no process waits for one at the end."""
+
 # A whole collection walks a million objects of torch and of captured graphs: rarely, then.
 gc.set_threshold(*gc.get_threshold()[:2], 100)
 
@@ -31,6 +41,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     from tests.models import ZOO
 
+    config.option.loadscopereorder = False  # else files of few tests come last, however long
+
     class ByModel(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
@@ -41,17 +53,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Capturing a large model costs more than most that is tested of it."""
-    from tests.models import HALF, RARE, ZOO
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests of rare models, and exhaustive ones that show nothing new, as slow.
 
+    In one of several processes, tests of ``LONG`` files come first.
+    """
+    from hypothesis import is_hypothesis_test
+
+    from tests import references
+    from tests.models import RARE, ZOO
+
+    folders = () if references.have_changed() else references.FOLDERS
     for item in items:
+        if item.nodeid.startswith(folders) and is_hypothesis_test(item.obj):
+            item.add_marker(pytest.mark.slow)
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         models = {value for value in values if isinstance(value, str) and value in ZOO}
         if models.intersection(RARE):
             item.add_marker(pytest.mark.slow)
-        elif models.difference(HALF):
-            item.add_marker(pytest.mark.more)
+    if hasattr(config, "workerinput"):
+        place = {file: at for at, file in enumerate(LONG)}
+        items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONG)))
 
 
 @pytest.hookimpl(tryfirst=True)

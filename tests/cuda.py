@@ -58,6 +58,23 @@ ENTRIES: dict[str, ZooModel] = {
 }
 
 
+MODES: dict[str, Mode] = {"recompute": False, "auto": "auto", "only": "only"}
+
+
+def cases(*few: str) -> pytest.MarkDecorator:
+    """Parametrize ``name`` and ``mode`` over all models and modes; all but ``few`` are slow."""
+    found = [
+        pytest.param(name, mode, id=f"{name}-{label}", marks=_unless(f"{name}-{label}" in few))
+        for name in ENTRIES
+        for label, mode in MODES.items()
+    ]
+    return pytest.mark.parametrize(("name", "mode"), found)
+
+
+def _unless(is_quick: bool) -> list[pytest.MarkDecorator]:
+    return [] if is_quick else [pytest.mark.slow]
+
+
 @pytest.fixture
 def same_bits_each_time() -> Iterator[None]:
     """Only deterministic kernels; nothing that one test compiled is there in another."""

@@ -203,9 +203,9 @@ FEW = ("nonzero",)
 """Models that are always tried."""
 
 
-def _marks(at: int) -> pytest.MarkDecorator:
-    """Of the others one in three is tried in the longer suite, all of them in the slow one."""
-    return pytest.mark.slow if at % 3 else pytest.mark.more
+def _marks(at: int) -> list[pytest.MarkDecorator]:
+    """Mark all but one in six of the others as slow."""
+    return [pytest.mark.slow] if at % 6 else []
 
 
 def made(name: str) -> tuple[nn.Module, Tensor]:
@@ -277,7 +277,7 @@ def test_the_budget_holds(name: str, share: float | str) -> None:
     [
         pytest.param("own function", marks=pytest.mark.slow),
         pytest.param("breaks in a loop", marks=pytest.mark.slow),
-        pytest.param("lstm", marks=pytest.mark.more),
+        "lstm",
     ],
 )
 def test_a_refusal_names_the_least_that_trains(name: str) -> None:
@@ -293,7 +293,6 @@ def test_a_refusal_names_the_least_that_trains(name: str) -> None:
     assert least <= budget <= least + x.nbytes + SCALARS * SCALAR_BYTES
 
 
-@pytest.mark.more
 def test_what_was_planned_goes_with_the_compiled_module() -> None:
     """Dynamo keeps what it compiled among the globals of the user's own functions."""
     model, x = made("own function")
@@ -306,7 +305,6 @@ def test_what_was_planned_goes_with_the_compiled_module() -> None:
     assert planner() is None
 
 
-@pytest.mark.more
 def test_a_hook_that_is_removed_leaves_one_graph_again() -> None:
     x = torch.randn(ROWS, WIDTH)
     whole = fxremat.compile(Unbroken(), x, "min")
@@ -330,7 +328,6 @@ def test_a_hook_that_is_removed_leaves_one_graph_again() -> None:
     assert call.plan.least_budget_bytes == whole.plan.least_budget_bytes
 
 
-@pytest.mark.more
 def test_what_is_captured_at_each_step_runs_as_it_is_after_some() -> None:
     """What it calls is captured once, and planned."""
     model, x = made("list grows")
@@ -346,8 +343,9 @@ def test_what_is_captured_at_each_step_runs_as_it_is_after_some() -> None:
     assert len(compiled.plan.regions) == 2
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("name", ["own function", "nonzero", "layer dropout"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("own function", marks=pytest.mark.slow), "nonzero", "layer dropout"]
+)
 def test_with_room_for_all_nothing_is_recomputed(name: str) -> None:
     model, x = made(name)
     compiled = fxremat.compile(model, x, 2 * peak_of(model, model, x))
@@ -360,8 +358,7 @@ def test_with_room_for_all_nothing_is_recomputed(name: str) -> None:
     assert plan.predicted_peak_bytes == plan.baseline_peak_bytes <= plan.budget_bytes
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("name", ["layer dropout", "nonzero"])
+@pytest.mark.parametrize("name", [pytest.param("layer dropout", marks=pytest.mark.slow), "nonzero"])
 def test_steps_that_differ_fit_once_their_like_was_seen(name: str) -> None:
     model, x = made(name)
     full = max(peak_of(model, model, x, seed) for seed in range(20))
@@ -375,7 +372,6 @@ def test_steps_that_differ_fit_once_their_like_was_seen(name: str) -> None:
         assert peak_of(model, compiled, x, seed) <= int(0.7 * full)
 
 
-@pytest.mark.more
 def test_a_model_of_which_nothing_is_captured_runs_as_it_is_and_is_told_of() -> None:
     class Plain(Blocks):
         def forward(self, x: Tensor) -> Tensor:
@@ -440,7 +436,6 @@ def test_planning_runs_nothing_between_graphs_and_steps_run_each_line_once() -> 
         assert model.sink.getvalue() == steps * "here\n"
 
 
-@pytest.mark.more
 def test_planned_at_the_first_call_it_runs_each_line_once_too() -> None:
     with seeded(0):
         model, x = Effects(), torch.randn(ROWS, WIDTH)
@@ -462,7 +457,6 @@ def test_a_backward_in_another_thread_is_told_of() -> None:
             model.zero_grad(set_to_none=True)
 
 
-@pytest.mark.more
 def test_a_step_that_raises_in_its_backward_leaves_the_next_ones_as_they_were() -> None:
     model, x = made("own function")
     expected = step(model, model, x)
@@ -480,7 +474,6 @@ def test_a_step_that_raises_in_its_backward_leaves_the_next_ones_as_they_were() 
     assert peak_of(model, compiled, x) <= compiled.plan.budget_bytes
 
 
-@pytest.mark.more
 def test_warnings_end_in_a_usual_loop_with_an_optimizer() -> None:
     model, x = made("own function")
     compiled = fxremat.compile(model, x, "min")
@@ -497,7 +490,6 @@ def test_warnings_end_in_a_usual_loop_with_an_optimizer() -> None:
     assert not [w for w in told if issubclass(w.category, BudgetWarning)]
 
 
-@pytest.mark.more
 def test_layers_that_the_user_checkpoints_between_breaks_are_told_of() -> None:
     """Dynamo passes by what a checkpoint calls where its caller is left to Python."""
 

@@ -14,8 +14,8 @@ QUICK = (6, 11, 39, 52, 54, 93, 107, 116, 129, 133, 143, 169)
 REGRESSIONS: tuple[int, ...] = (2, 3, 39, 43, 79, 133)
 """Seeds that failed once."""
 
-MORE: tuple[tuple[int, Budget], ...] = ((39, "min"), (133, 0.6))
-"""Of these, and budgets, the pairs that are not slow tests: each takes half a minute."""
+SHORT: tuple[int, Budget] = (133, 0.6)
+"""The seed of these and the budget that are no slow test: each takes half a minute."""
 
 MANY = 300
 
@@ -47,7 +47,7 @@ def test_few_programs(index: int):
         pytest.param(
             seed,
             budget,
-            marks=pytest.mark.more if (seed, budget) in MORE else pytest.mark.slow,
+            marks=[] if (seed, budget) == SHORT else [pytest.mark.slow],
         )
         for seed in REGRESSIONS
         for budget in BUDGETS

@@ -125,9 +125,7 @@ def accelerated(order: str, precision: str, folder: Path) -> dict[str, Any]:
     return {"state": model.state_dict(), "outputs": outputs}
 
 
-@pytest.mark.parametrize(
-    "order", ["compiled first", pytest.param("prepared first", marks=pytest.mark.more)]
-)
+@pytest.mark.parametrize("order", ["compiled first", "prepared first"])
 def test_accelerate(order: str, tmp_path: Path):
     expected = accelerated("plain", "no", tmp_path / "plain")
     assert_bitwise_equal(accelerated(order, "no", tmp_path / "planned"), expected)
@@ -142,14 +140,11 @@ def compiled_whole(**options: Any) -> nn.Module:
     return fxremat.compile(Lit(Net(**options)), budget=BUDGET)
 
 
-@pytest.mark.parametrize(
-    "build", [compiled_net, pytest.param(compiled_whole, marks=pytest.mark.more)]
-)
+@pytest.mark.parametrize("build", [compiled_net, compiled_whole])
 def test_lightning(build: Callable[[], Any], tmp_path: Path):
     assert_bitwise_equal(fitted(build(), tmp_path / "ours"), fitted(Lit(Net()), tmp_path / "plain"))
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("build", [compiled_net, compiled_whole])
 def test_lightning_averages(build: Callable[..., Any], tmp_path: Path):
     def averaged(model: Any, folder: Path) -> dict[str, Any]:

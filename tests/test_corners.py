@@ -18,10 +18,15 @@ from tests.trials import attempt
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "quick_search")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if at % 4 == 0 else pytest.param(n, marks=pytest.mark.more) for at, n in enumerate(CORNERS)],
-)
+@pytest.mark.parametrize("name", CORNERS)
+def test_same_bits_within_the_least_budget(name: str):
+    expected = reference_step(CORNERS[name], input_gradients=True)
+    torch._dynamo.reset()
+    attempt(CORNERS[name], "min", expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CORNERS)
 def test_same_bits_within_the_budget(name: str):
     entry = CORNERS[name]
     expected = reference_step(entry, input_gradients=True)
@@ -199,7 +204,6 @@ def steps_of(model: nn.Module, call: Callable[..., Any], batches: list[Tensor]) 
 
 
 @pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning", "ignore::fxremat.GraphBreakWarning")
-@pytest.mark.more
 @pytest.mark.parametrize("door", ["sample", "first call", "torch"])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_what_aot_eager_trains_is_trained(name: str, door: str):
@@ -256,7 +260,6 @@ def spread(mesh: Any, whole: bool) -> tuple[nn.Module, Tensor]:
     return model, distribute_tensor(torch.randn(32, 16), mesh, [Replicate()])
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("door", ["sample", "torch"])
 def test_spread_tensors_in_one_process_are_planned(mesh: Any, door: str, whole: bool):

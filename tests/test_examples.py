@@ -18,7 +18,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "budget"),
     [

@@ -49,7 +49,10 @@ def assert_on_page(*cells: str) -> None:
 # pytorch#194696: auto_checkpoint(model, memory_budget="8GB")
 
 
-@pytest.mark.parametrize(("written", "nbytes"), [("8GB", 8 * 10**9), ("16MB", 16 * 10**6)])
+@pytest.mark.parametrize(
+    ("written", "nbytes"),
+    [pytest.param("8GB", 8 * 10**9, marks=pytest.mark.slow), ("16MB", 16 * 10**6)],
+)
 def test_a_budget_in_words_is_enough_and_holds(written: str, nbytes: int) -> None:
     """The model is no chain of layers, and its gradients are those of a step without a budget."""
     names: dict[str, Any] = {}
@@ -141,7 +144,7 @@ def test_more_budget_is_never_less_peak_and_no_peak_is_above_its_budget() -> Non
     assert all(less < more for less, more in itertools.pairwise(peaks))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_shares_of_saved_bytes_are_not_monotone_in_the_peak() -> None:
     """Of torch: where this fails, the page is to be written anew."""
     entry, peaks = summed_llama(1), []

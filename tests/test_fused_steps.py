@@ -94,7 +94,6 @@ def gradients_of(model: nn.Module, call: Any, x: Tensor, *, seed: int = 1) -> li
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.more
 def test_dropout_draws_what_eager_draws():
     model, x = model_and_call(dropout=0.5)
     call = fxremat.compile(model, x, "min", executor="inductor")
@@ -143,7 +142,6 @@ def test_no_further_from_eager_in_float64_than_inductor():
     assert ours <= 2 * theirs + 1e-9
 
 
-@pytest.mark.more
 def test_units_are_as_many_for_any_number_of_layers():
     def units(blocks: int) -> int:
         model, x = model_and_call(blocks=blocks, dropout=0.0)
@@ -162,7 +160,6 @@ def test_a_plan_tells_what_was_fused(capsys: pytest.CaptureFixture[str]):
     assert fxremat.plan(model, x, "min", effort=WHOLE).fused == ()
 
 
-@pytest.mark.more
 def test_a_kept_plan_is_followed_with_the_same_kernels(tmp_path: Any):
     model, x = model_and_call()
     call = fxremat.compile(model, x, "min", executor="inductor")
@@ -178,7 +175,6 @@ def test_a_kept_plan_is_followed_with_the_same_kernels(tmp_path: Any):
         fxremat.compile(model, x, plan=tmp_path / "plan.json")
 
 
-@pytest.mark.more
 def test_other_sizes_keep_the_promise():
     model, x = model_and_call(blocks=2)
     kept = fxremat.compile(model, x, 1.0, executor="inductor")
@@ -200,7 +196,6 @@ def test_other_sizes_keep_the_promise():
         assert taken <= least.plan.budget_bytes
 
 
-@pytest.mark.more
 def test_through_the_backend():
     model, x = model_and_call()
     expected = [

@@ -188,7 +188,6 @@ def test_a_budget_that_is_no_number_of_bytes_is_that_of_all_in_flight(written: A
     assert abs(four - three - (three - two)) <= 0.02 * (three - two)
 
 
-@pytest.mark.more
 def test_pipelines_of_torch(tmp_path: Path) -> None:
     for plain, planned in staged(0.8, tmp_path):
         assert all(map(torch.equal, plain.parameters, planned.parameters))
@@ -196,7 +195,6 @@ def test_pipelines_of_torch(tmp_path: Path) -> None:
         assert not planned.warned
 
 
-@pytest.mark.more
 def test_the_least_that_an_error_names_is_enough() -> None:
     entry = SUBJECTS["mlp"]
     sample = fxremat.Sample(*entry.sample(0))
@@ -208,7 +206,6 @@ def test_the_least_that_an_error_names_is_enough() -> None:
     assert own.budget_bytes == least_bytes
 
 
-@pytest.mark.more
 def test_the_least_budget_holds_while_a_loop_holds_its_last_loss() -> None:
     entry = SUBJECTS["gpt"]
     model = entry.build()

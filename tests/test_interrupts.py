@@ -107,7 +107,6 @@ def steps_interrupted(count: int) -> None:
     assert all(map(torch.equal, expected, gradients(model, call, x)))
 
 
-@pytest.mark.more
 def test_a_step_that_is_interrupted_holds_nothing():
     steps_interrupted(500)
 

@@ -80,7 +80,7 @@ def test_with_a_folder_of_numbas_they_are_kept(tmp_path: Path, nowhere_to_write:
     assert any(kept.rglob("*.nbi"))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [None, "0"])
 def test_a_model_is_compiled_where_nothing_can_be_written(
     tmp_path: Path, nowhere_to_write: dict[str, str], cache: str | None

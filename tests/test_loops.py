@@ -22,17 +22,17 @@ MLP = (
 )  # fmt: skip
 """Loops of which one of each kind is tried; the others in the slow suite."""
 
-FEW = ("tutorial", "two_forwards", "halved_batches")
-"""Those that are always tried."""
+LONG = ("kept_forward", "retain_later", "failing")
+"""Of these, the slow suite tries those whose like is short."""
 
-REGIONS = ("accumulate", "two_forwards", "failing", "parallel_inside")
+REGIONS = ("two_forwards", "failing")
 """Those that are tried where each module of the model is captured by itself."""
 
 TOO_CAUTIOUS = ("retain_later", "kept_forward")
 """Loops within their budget that may be warned of a step that takes more. A graph that is retained,
 or never used, is assumed to exist until the next backward ends; these drop it before."""
 
-CONV = ("amp", "kept_forward")
+CONV = ("amp",)
 """With BatchNorm, too. A checkpoint around it stops the second forward early, before buffers are
 written: their statistics move once, not twice as in eager."""
 
@@ -58,7 +58,7 @@ def _nobody_else_holds_anything() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.more) for n in MLP]
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in MLP]
 )
 def test_loops_keep_to_the_budget(name: str, quick_search: None):
     faults = within(name, "mlp", 0.6).faults
@@ -68,21 +68,18 @@ def test_loops_keep_to_the_budget(name: str, quick_search: None):
     assert not faults
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("name", REGIONS)
 def test_loops_of_regions_keep_to_the_budget(name: str, quick_search: None):
     faults = within(name, "mlp", 0.6, regions=True).faults
     assert not faults
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("name", CONV)
 def test_loops_of_a_model_with_statistics(name: str, quick_search: None):
     faults = within(name, "conv", 0.6).faults
     assert not faults
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("name", LEAST)
 def test_loops_run_at_the_least_that_errors_ask_for(name: str, quick_search: None):
     cell = at_least(name, "mlp")
@@ -130,7 +127,6 @@ def roomy(name: str) -> Ran:
     return cell.ran
 
 
-@pytest.mark.more
 def test_gradients_are_added_to_those_that_exist_without_a_second_set(quick_search: None):
     plain, accumulated = roomy("plain"), roomy("accumulate")
     assert accumulated.peak_bytes - plain.peak_bytes <= 0.02 * plain.gradient_bytes

@@ -85,7 +85,7 @@ def trained(*hidden: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "hidden", [("ortools", "rich"), pytest.param(("ortools",), marks=pytest.mark.more)]
+    "hidden", [("ortools", "rich"), pytest.param(("ortools",), marks=pytest.mark.slow)]
 )
 def test_a_model_trains_without(hidden: tuple[str, ...]):
     told = trained(*hidden)

@@ -160,7 +160,10 @@ def measuring_bytes(measured: Measured, blocks: BlockCache) -> int:
     return most + torch.get_rng_state().nbytes  # the state to go back to
 
 
-@pytest.mark.parametrize("name", ["gpt", "hf_llama", "unet", "inplace", "lora", "coca"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt", "hf_llama", pytest.param("unet", marks=pytest.mark.slow), "inplace", "lora", "coca"],
+)
 def test_measuring_takes_what_one_stage_needs(name: str, watch: Watch):
     step = captured(name)
     blocks = BlockCache(step.line)

@@ -239,7 +239,6 @@ SOURCE = "tests.command.test_command:small"
 ESTIMATE = [sys.executable, "-m", "fxremat", "estimate", SOURCE, "--json"]
 
 
-@pytest.mark.more
 def test_the_command_shows_bars_beside_its_results():
     out, shown_there, code = run_on_terminal(ESTIMATE)
     assert code == 0, shown_there
@@ -248,7 +247,7 @@ def test_the_command_shows_bars_beside_its_results():
     assert {CAPTURE, PLAN, WRITE} < set(ended(shown_there))
 
 
-@pytest.mark.parametrize("off", [False, pytest.param(True, marks=pytest.mark.more)])
+@pytest.mark.parametrize("off", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_command_tells_phases_without_a_terminal(off: bool):
     env = {**os.environ, "FXREMAT_PROGRESS": "0" if off else "1"}
     done = subprocess.run(

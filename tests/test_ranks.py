@@ -13,8 +13,6 @@ import torch
 import fxremat
 from tests.ranks import MODELS, Case, Trained, trained
 
-pytestmark = pytest.mark.more
-
 WAYS = (
     "ddp_around", "ddp_inside", "fsdp", "hybrid", "tensor_parallel", "broken", "both", "gathered",
     "vocabulary",
@@ -73,6 +71,7 @@ def _share(model: str, how: str) -> float:
     return 0.85 if model == "resnet" and late else 0.6
 
 
+@pytest.mark.slow
 def test_a_shard_has_its_own_place_in_an_embedding() -> None:
     check("vocabulary", [0.6], model="gpt")
 
@@ -81,11 +80,11 @@ def test_modules_by_themselves_where_their_layers_are_spread() -> None:
     check("tensor_parallel", [0.75], regions=[f"blocks.{i}" for i in range(6)])
 
 
-def test_another_size_for_all_where_graphs_have_collectives() -> None:
-    for how in ("tensor_parallel", "both"):
-        for plain, planned in trained(how, [Case(None, "shorter"), Case(0.9, "shorter")]):
-            assert not isinstance(planned, str), planned
-            assert all(map(torch.equal, planned.parameters, plain.parameters))
+@pytest.mark.parametrize("how", ["tensor_parallel", pytest.param("both", marks=pytest.mark.slow)])
+def test_another_size_for_all_where_graphs_have_collectives(how: str) -> None:
+    for plain, planned in trained(how, [Case(None, "shorter"), Case(0.9, "shorter")]):
+        assert not isinstance(planned, str), planned
+        assert all(map(torch.equal, planned.parameters, plain.parameters))
 
 
 @pytest.mark.slow
@@ -137,6 +136,7 @@ def test_another_batch_in_a_later_step_is_refused_by_all(how: str) -> None:
         assert isinstance(error, str) and error.startswith("RankError: "), error
 
 
+@pytest.mark.slow
 def test_who_does_not_come_is_named() -> None:
     (first,), second = trained("ddp_inside", [Case(0.6, "late")])
     assert not second

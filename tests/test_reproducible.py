@@ -16,8 +16,6 @@ from tests.efforts import WHOLE
 from tests.frontend.test_emission import SAMPLE, model
 from tests.models import ZOO
 
-pytestmark = pytest.mark.more
-
 PLANS = ("gpt", "siamese", "transfers")
 """A line with draws, a join, and what travels to host memory."""
 
@@ -72,6 +70,7 @@ MEASURING = ("graph.graph.measure_line", "graph.further.measure_link")
 PLANNING = ("planning.planner.emit", "planning.choose.fastest")
 
 
+@pytest.mark.slow
 def test_other_processes_plan_the_same_or_know_it(tmp_path: Path):
     cache = tmp_path / "cache"
     first = in_another_process(tmp_path / "first", cache, seed=1, refused=())

@@ -151,7 +151,6 @@ def test_where_everything_fits_nothing_else_is_in_parts(monkeypatch: pytest.Monk
     assert (call.plan.form.parts_bytes, call.plan.form.exact) == (0, True)
 
 
-@pytest.mark.more
 def test_dropout_draws_what_it_draws_without():
     model, given = made(dropout=0.5), batch()
     found = gradients(
@@ -164,7 +163,6 @@ def test_dropout_draws_what_it_draws_without():
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.more
 def test_other_batches_run_in_parts_of_other_sizes(least_bytes: int):
     model, truth = made(), made()
     call = compiled(model, least_bytes, **ROUNDED_PARTS, dynamic=True)
@@ -176,7 +174,6 @@ def test_other_batches_run_in_parts_of_other_sizes(least_bytes: int):
         assert peak_of(model, call, given) <= least_bytes
 
 
-@pytest.mark.more
 def test_a_plan_that_was_saved_is_followed(tmp_path: Path):
     model, given = made(), batch()
     first = compiled(model, "min", **ROUNDED_PARTS)
@@ -189,7 +186,6 @@ def test_a_plan_that_was_saved_is_followed(tmp_path: Path):
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("offload", ["auto", "only"])
 def test_parts_are_computed_while_others_travel(offload: str):
     model, given = made(), batch()
@@ -201,7 +197,6 @@ def test_parts_are_computed_while_others_travel(offload: str):
     assert peak_of(model, call, given) <= call.plan.budget_bytes
 
 
-@pytest.mark.more
 def test_parts_beside_kernels_of_inductor():
     model, truth, given = made(), made(), batch()
     whole = compiled(model, "min", executor="inductor")
@@ -379,8 +374,9 @@ def test_graphs_of_a_step_are_in_parts_where_else_they_do_not_fit():
     assert least_bytes[True] <= 0.8 * least_bytes[False]
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_a_profiler_of_the_user_does_not_stop_graphs_that_are_to_be_in_parts(count: int):
     torch._dynamo.reset()
     model, x = Sequences(breaks=True).double(), torch.randn(2, 256, 16, dtype=torch.float64)
@@ -396,8 +392,9 @@ def test_a_profiler_of_the_user_does_not_stop_graphs_that_are_to_be_in_parts(cou
     assert peak_of(model, call, (x,)) <= call.plan.budget_bytes
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize(
+    "count", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_exact_keeps_bits_at_other_sizes(count: int):
     model, truth = made(), made()
     call = compiled(model, "min", dynamic=True)
@@ -612,7 +609,6 @@ class Ahead(Language):
         )
 
 
-@pytest.mark.more
 def test_losses_of_one_hidden_layer_keep_their_bits():
     torch.manual_seed(0)
     model, truth = Ahead().double(), Ahead().double()
@@ -655,7 +651,6 @@ class Squared(Counted):
         return loss + 0.3 * loss.square()
 
 
-@pytest.mark.more
 def test_a_loss_whose_gradient_follows_from_itself_keeps_its_bits(least_bytes: int):
     torch.manual_seed(0)
     model, truth = Squared().double(), Squared().double()
@@ -691,7 +686,11 @@ def test_plan_and_code_say_what_is_in_parts():
         assert run.name in plan.explain()
 
 
-@pytest.mark.parametrize("kept_to", [1 << 20, 6, 0], ids=["kept", "kept up to some", "not kept"])
+@pytest.mark.parametrize(
+    "kept_to",
+    [pytest.param(1 << 20, marks=pytest.mark.slow), 6, 0],
+    ids=["kept", "kept up to some", "not kept"],
+)
 def test_bits_are_asked_for_at_few_sizes_and_at_the_answer(
     monkeypatch: pytest.MonkeyPatch, least_bytes: int, kept_to: int
 ):
@@ -756,7 +755,7 @@ def test_the_largest_size_fits_where_it_is_met_after_a_small_one():
 
 
 @pytest.mark.usefixtures("first_that_fits")
-@pytest.mark.parametrize("tokens", [850, 2500])
+@pytest.mark.parametrize("tokens", [850, pytest.param(2500, marks=pytest.mark.slow)])
 def test_a_gradient_that_comes_otherwise_is_planned_for_at_other_sizes(tokens: int):
     torch._dynamo.reset()
     model = Deep()

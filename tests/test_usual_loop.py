@@ -423,7 +423,10 @@ def test_the_budget_that_a_warning_names_trains_where_nothing_is_captured():
     assert named >= parameter_bytes + 6 * x.nbytes  # counted below torch: 16 bytes more
 
 
-@pytest.mark.parametrize("written", ["bytes", 0.9, 1.0, "min"])
+@pytest.mark.parametrize(
+    "written",
+    [*(pytest.param(budget, marks=pytest.mark.slow) for budget in ("bytes", 0.9)), 1.0, "min"],
+)
 def test_what_a_loop_holds_outside_its_model_is_warned_of_and_its_remedy_works(
     written: str | float,
 ):

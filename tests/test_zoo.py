@@ -29,13 +29,16 @@ LARGE = (
     "inception", "gru", "siamese_resnet", "triplet", "triplet_resnet", "image_recipe", "composed",
     "coca", "two_texts", "unet", "hf_vit", "autocast_around",
 )  # fmt: skip
-"""Two budgets of these are tried each time, and their training in the slow suite."""
+"""Of these, only the slow suite tries what travels."""
+
+TRAINED = ("gpt", "siamese", "inplace", "buffers", "integers", "autocast_inside")
+"""These are trained each time, and all models in the slow suite."""
 
 DENSE = ("gpt", "siamese", "wavenet")
 """A line, a join and one with skips: all budgets of these are tried each time."""
 
-IN_PARTS = ("siamese", "inplace", "hf_llama", "unet", "autocast_inside")
-"""These are tried in parts in the longer suite, and all models in the slow one."""
+IN_PARTS = ("siamese", "inplace", "autocast_inside")
+"""These are tried in parts each time, and all models in the slow suite."""
 
 every_model = pytest.mark.parametrize("name", ZOO)
 quick = pytest.mark.usefixtures("quick_search")
@@ -74,13 +77,9 @@ def used_shares(name: str, tried: list[Tried]) -> list[float]:
 @quick
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in DENSE])
 def test_same_bits_within_the_budget(name: str):
-    if name in LARGE:
-        check_order(attempt_all(name, (0.0, 0.4)))
-    else:
-        check_all(attempt_all(name, (0.0, 0.4, 1.0)))
+    check_order(attempt_all(name, (0.0, 0.4)))
 
 
-@pytest.mark.more
 @quick
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "gpt" else n for n in DENSE]
@@ -107,7 +106,7 @@ def test_memory_paid_for_is_used_over_the_zoo():
 
 @quick
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in ZOO]
+    "name", [n if n in TRAINED else pytest.param(n, marks=pytest.mark.slow) for n in ZOO]
 )
 def test_training_is_the_same(name: str):
     entry = ZOO[name]
@@ -120,7 +119,9 @@ def test_training_is_the_same(name: str):
 
 
 @quick
-@pytest.mark.parametrize("name", ["gpt", pytest.param("resnet50", marks=pytest.mark.slow), "tied"])
+@pytest.mark.parametrize(
+    "name", ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("resnet50", "tied"))]
+)
 def test_accumulated_training_is_the_same_and_fits(name: str):
     entry = ZOO[name]
     model, call = compiled(entry, "min", accumulate=True, optimizer=AdamW)
@@ -169,7 +170,7 @@ HALF = ("autocast_inside", "autocast_around")
 @quick
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.more if n in IN_PARTS else pytest.mark.slow) for n in ZOO],
+    [n if n in IN_PARTS else pytest.param(n, marks=pytest.mark.slow) for n in ZOO],
 )
 def test_parts_keep_to_the_least_budget_and_to_the_rounding_of_the_whole(name: str):
     """Gradients are as far from those in float64, but for two units in the last place."""

@@ -30,8 +30,6 @@ from tests.models.bits import assert_bitwise_equal
 from tests.models.images import images, labels
 from tests.models.zoo import drawn_once
 
-pytestmark = pytest.mark.more
-
 CPU = torch.device("cpu")
 
 
@@ -239,7 +237,14 @@ def test_an_error_is_told_with_its_causes(tmp_path: Path):
     assert json.loads((tmp_path / "rows").read_text()) == told
 
 
-@pytest.mark.parametrize("section", ["memory", "pinning", "operations"])
+@pytest.mark.parametrize(
+    "section",
+    [
+        pytest.param("memory", marks=pytest.mark.slow),
+        "pinning",
+        pytest.param("operations", marks=pytest.mark.slow),
+    ],
+)
 def test_the_probe_asks_what_applies_to_a_cpu(section: str, tmp_path: Path):
     done = run(
         "benchmarks.gpu_probe",
@@ -286,6 +291,7 @@ def check_promise(rows: list[Row]) -> None:
     assert least < full
 
 
+@pytest.mark.slow
 def test_the_promise_on_a_cpu(tmp_path: Path):
     check_promise(promised(tmp_path, "gpt"))
 

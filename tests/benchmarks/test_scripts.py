@@ -36,7 +36,6 @@ def test_there_are_thirty():
     assert len(NAMES) == 30
 
 
-@pytest.mark.more
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", NAMES)
 def test_each_trains_two_steps_and_repeats_them(name: str):
@@ -53,7 +52,6 @@ def test_each_trains_two_steps_and_repeats_them(name: str):
     assert losses[0] != losses[1]
 
 
-@pytest.mark.more
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the counter is compiled by gcc")
 def test_the_counter_counts_tensors_and_nothing_else(tmp_path: Path):
     code = """

@@ -77,7 +77,7 @@ def test_what_seldom_has_the_same_bits_is_no_fault():
     assert len(CALLS) > 40
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_worker_goes_on_where_one_takes_too_long():
     worker = Worker(limit_s=0.01)
     try:
@@ -89,7 +89,7 @@ def test_a_worker_goes_on_where_one_takes_too_long():
         worker.stop()
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_operators_and_modules_have_their_rows(tmp_path: Path):
     common = ["--dtypes", "float32", "--samples", "1"]
     rows, code = swept(

@@ -214,7 +214,6 @@ def test_a_plan_is_saved_reported_and_estimated_from(
     assert printed(capsys)["predicted_s"] == plan.baseline_s
 
 
-@pytest.mark.more
 def test_a_model_of_transformers_is_made_of_its_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

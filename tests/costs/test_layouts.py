@@ -119,11 +119,10 @@ class Clamped(nn.Module):
         return self.b(nn.functional.hardtanh(self.norm(self.a(x).mT).mT))
 
 
-@pytest.mark.more
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning")
 @pytest.mark.parametrize("model", [PostNorm, Padded, Dropped, Clamped])
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.slow), True])
 def test_what_lies_otherwise_than_traced_trains_alike(
     model: Callable[[], nn.Module], dynamic: bool | None
 ) -> None:

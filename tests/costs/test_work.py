@@ -12,8 +12,8 @@ from tests.harness import run_traced
 from tests.sized import at_size
 
 SIZES = [
-    pytest.param("gpt", (3, 24), (5, 17), marks=pytest.mark.more),
-    ("unet", (3, 32, 64), (2, 64, 32)),
+    ("gpt", (3, 24), (5, 17)),
+    pytest.param("unet", (3, 32, 64), (2, 64, 32), marks=pytest.mark.slow),
 ]
 
 

@@ -82,7 +82,6 @@ def test_on_a_cpu_nothing_is_changed() -> None:
     assert "cpu" in backward
 
 
-@pytest.mark.more
 def test_no_scores_are_kept() -> None:
     rows = 4096
     found = fxremat.estimate(Attention(), tensors(dtype=BF16, rows=rows), device="A100")

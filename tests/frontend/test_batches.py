@@ -163,6 +163,7 @@ def test_an_error_tells_the_largest_size_and_training_goes_on():
     assert again.value.largest["args[0].shape[0]"] == size
 
 
+@pytest.mark.slow
 def test_a_first_call_that_does_not_fit_tells_it_too():
     with pytest.raises(fxremat.BudgetError) as caught:
         fxremat.compile(Net(), sample(24), BUDGET, dynamic=True)

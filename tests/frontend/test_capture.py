@@ -238,8 +238,16 @@ class Annealed(Plain):
         return self.layer(x / (1 + norm)).square().mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(
+    ("breaks", "dtype"),
+    [
+        (False, torch.float32),
+        (True, torch.bfloat16),
+        pytest.param(False, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(True, torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_float_that_changes_is_captured_once_more_and_never_again(
     breaks: bool, dtype: torch.dtype
 ):

@@ -241,7 +241,7 @@ class TwoOutputs(Net):
 
 
 @pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("rows", [None, 8])
+@pytest.mark.parametrize("rows", [pytest.param(None, marks=pytest.mark.slow), 8])
 def test_a_loss_of_any_kind_is_no_part_of_what_is_saved(copied, rows):
     compiled = fxremat.compile(
         TwoOutputs(), X, "min", loss=fxremat.Loss(lambda out: out[0], drop_unused=True)
@@ -446,9 +446,8 @@ def step_of(model: nn.Module, mode: AbstractContextManager[Any], *, backward: bo
 
 
 @pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning")
-@pytest.mark.more
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODES)
 def test_steps_around_one_under_a_mode_are_planned(name: str, at: int, backward: bool) -> None:
     reference, compiled = Net(), fxremat.compile(Net(), budget="min")

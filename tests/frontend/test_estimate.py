@@ -28,8 +28,9 @@ from fxremat.report.memory import Kind, areas_of
 from tests.models import ZOO
 
 NAMES = (
-    pytest.param("gpt", marks=pytest.mark.more),
-    "hf_gpt2", "lora", "tied", "inplace", "buffers", "outputs", "unet",
+    pytest.param("gpt", marks=pytest.mark.slow),
+    "hf_gpt2", "lora", "buffers", "outputs",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("tied", "inplace", "unet")),
     pytest.param("hf_llama", marks=pytest.mark.slow),
     pytest.param("siamese", marks=pytest.mark.slow),
 )  # fmt: skip

@@ -164,7 +164,6 @@ def test_state_is_counted_as_long_as_its_optimizer_lives():
         assert not optimizers.more_bytes
 
 
-@pytest.mark.more
 def test_one_in_the_place_of_another_models_is_counted():
     """Python gives a new object the address of one that is gone."""
     model, other = layer(), layer()

@@ -472,7 +472,6 @@ def test_a_refusal_comes_before_anything_runs_and_leaves_nothing_behind():
     assert_bitwise_equal(found, expected)
 
 
-@pytest.mark.more
 def test_room_for_others_never_forbids_a_step_alone():
     call = fxremat.compile(model(), batch(), 1.0, loss=loss_of, strict=True)
     for _ in range(3):

@@ -157,7 +157,7 @@ def whole() -> tuple[list[Tensor], int, int]:
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(12, marks=pytest.mark.more)]
+    "count", [pytest.param(1, marks=pytest.mark.slow), 4, pytest.param(12, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("share", [pytest.param(0.8, marks=pytest.mark.slow), 0.5])
 def test_breaks_keep_to_the_budget_with_the_same_bits(count: int, share: float) -> None:
@@ -191,7 +191,7 @@ def test_a_loop_that_breaks_is_planned_layer_by_layer() -> None:
 
 @pytest.mark.parametrize(
     "budget",
-    [pytest.param(1.0, marks=pytest.mark.slow), 0.5, pytest.param("min", marks=pytest.mark.more)],
+    [pytest.param(1.0, marks=pytest.mark.slow), 0.5, pytest.param("min", marks=pytest.mark.slow)],
 )
 def test_named_modules_are_captured_once_for_all_that_are_alike(budget: float | str) -> None:
     expected, full_bytes, _ = whole()
@@ -208,7 +208,7 @@ def test_named_modules_are_captured_once_for_all_that_are_alike(budget: float | 
         assert abs(compiled.plan.budget_bytes / (budget * full_bytes) - 1) < 0.02
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_budget_below_the_least_tells_what_would_do() -> None:
     """First for a region, before any has run, then for the step."""
     named = [1 << 20]
@@ -243,8 +243,7 @@ class Repeated(nn.Module):
         return self.down(x.repeat(self.times, 1)).sin()
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_that_does_not_fit_leaves_those_that_begin_alike(strict: bool) -> None:
     model, x = Repeated(), torch.randn(128, 64)
     compiled = fxremat.compile(
@@ -326,7 +325,6 @@ def test_an_operator_that_reads_numbers_of_a_tensor_runs_as_it_is(sections: Tens
         fxremat.compile(model, (x, sections), "min", loss="own", regions="one")
 
 
-@pytest.mark.more
 @pytest.mark.filterwarnings("ignore::fxremat.BudgetWarning")
 def test_a_refused_step_that_is_tried_again_needs_no_more() -> None:
     """The outputs that somebody holds are counted once."""
@@ -345,7 +343,6 @@ def test_a_refused_step_that_is_tried_again_needs_no_more() -> None:
     assert len(least) > 3 and len(set(least[1:])) == 1
 
 
-@pytest.mark.more
 @pytest.mark.parametrize("loops", [False, True])
 def test_graphs_of_one_backend_share_its_budget(loops: bool) -> None:
     expected, full_bytes, _ = whole()
@@ -422,7 +419,6 @@ def test_a_call_that_raises_ends_its_step() -> None:
     assert peak_of(model, compiled, x) <= budget
 
 
-@pytest.mark.more
 def test_copies_are_captured_in_pieces_too() -> None:
     expected, full_bytes, _ = whole()
     model, x = made(broken((6,)))
@@ -435,7 +431,7 @@ def test_copies_are_captured_in_pieces_too() -> None:
     assert peak_of(copied, copied, x) <= budget
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_inductors_kernels_in_pieces() -> None:
     model, x = made()
     names = [f"layers.{place}" for place in range(LAYERS)]
@@ -449,7 +445,7 @@ def test_inductors_kernels_in_pieces() -> None:
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_layers_of_a_llama_of_transformers() -> None:
     """What leads to them and from them, graphs without gradients among it, is captured as well."""
     batch = draw(64, 0)
@@ -476,7 +472,6 @@ def test_layers_of_a_llama_of_transformers() -> None:
     assert fxremat.measure_step(model, step).peak_bytes <= compiled.plan.budget_bytes
 
 
-@pytest.mark.more
 def test_batches_of_other_sizes_where_parameters_are_sharded() -> None:
     """What a hook hands a block may be a view, whose base has a size of its own."""
     distributed = torch.distributed

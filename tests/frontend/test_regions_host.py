@@ -43,9 +43,9 @@ WAYS = ("breaks", "regions")
 
 one_way = pytest.mark.parametrize(
     "way",
-    [pytest.param(WAYS[0], marks=pytest.mark.more), pytest.param(WAYS[1], marks=pytest.mark.slow)],
+    [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.slow)],
 )
-"""For tests of the longer suite; the slow one tries the other way, too."""
+"""The slow suite tries the other way, too."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -93,9 +93,9 @@ def needed_bytes(way: str, budget: int) -> int:
     ("way", "offload"),
     [
         ("regions", "only"),
-        pytest.param("breaks", "auto", marks=pytest.mark.more),
-        pytest.param("breaks", "only", marks=pytest.mark.more),
-        pytest.param("regions", "auto", marks=pytest.mark.more),
+        pytest.param("breaks", "auto", marks=pytest.mark.slow),
+        pytest.param("breaks", "only", marks=pytest.mark.slow),
+        ("regions", "auto"),
     ],
 )
 def test_the_same_bits_within_half_of_what_it_takes(way: str, offload: str) -> None:
@@ -136,7 +136,6 @@ def test_a_limit_is_of_all_regions_together(way: str) -> None:
         assert peak_of(model, call, x) <= budget
 
 
-@pytest.mark.more
 def test_where_little_may_travel_the_rest_is_computed_again() -> None:
     expected, _, least_bytes = whole()
     limit_bytes = 1 << 19
@@ -183,7 +182,6 @@ def travelling() -> tuple[nn.Module, Tensor, CompiledModule, HostLimit, list[Ten
     return model, x, call, limit, expected
 
 
-@pytest.mark.more
 def test_what_ends_a_step_early_gives_host_memory_back() -> None:
     """A forward or a backward that raises, a forward without a backward, evaluation in between."""
     model, x, call, limit, expected = travelling()
@@ -219,7 +217,6 @@ def test_what_ends_a_step_early_gives_host_memory_back() -> None:
     assert peak_of(model, call, x) <= call.plan.budget_bytes
 
 
-@pytest.mark.more
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_takes_host_memory_of_its_own() -> None:
     model, x, call, limit, expected = travelling()

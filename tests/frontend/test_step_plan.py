@@ -37,7 +37,8 @@ REGIONS = [f"layers.{place}" for place in range(LAYERS)]
 
 WAYS = (
     "regions",
-    *(pytest.param(way, marks=pytest.mark.more) for way in ("breaks", "loop", "host")),
+    "breaks",
+    *(pytest.param(way, marks=pytest.mark.slow) for way in ("loop", "host")),
 )
 
 
@@ -161,7 +162,7 @@ def test_the_table_has_each_region(way: str, capsys: pytest.CaptureFixture[str])
     assert f"({plan.budget_bytes} bytes)" in plan._repr_html_()
 
 
-@pytest.mark.parametrize("way", ["breaks", pytest.param("host", marks=pytest.mark.more)])
+@pytest.mark.parametrize("way", ["breaks", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_page_and_a_trace_show_the_whole_step(way: str, tmp_path: Path) -> None:
     plan, _ = planned_as(way)
     plan.save_html(tmp_path / "step.html")
@@ -189,8 +190,6 @@ def test_a_page_and_a_trace_show_the_whole_step(way: str, tmp_path: Path) -> Non
         plan.save_html(tmp_path / "nowhere" / "step.html")
 
 
-@pytest.mark.more
-@pytest.mark.more
 def test_code_of_all_regions_alike_ones_once() -> None:
     model, call, x = compiled_as("regions")
     taught(model, call, x)
@@ -220,7 +219,7 @@ def test_before_a_step_is_planned_it_says_why_there_is_none() -> None:
         call.trace_step(lambda: call(x).backward())
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_batches_of_other_sizes_have_plans_of_their_own() -> None:
     model, call, x = compiled_as("breaks", budget=8 << 20)
     for rows in (len(x), len(x) // 2) * 6:

@@ -69,8 +69,14 @@ def compiled(
     return model, x, target
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("budget", [1.0, "min"])
+@pytest.mark.parametrize(
+    ("budget", "heads"),
+    [
+        ("min", 1),
+        (1.0, 3),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in [(1.0, 1), ("min", 3)]),
+    ],
+)
 def test_a_step_takes_what_is_planned(heads: int, budget: float | str):
     model, x, target = compiled(heads, budget)
     predicted, measured = taken(model, x, lambda outputs: loss_of(outputs, target).backward())

@@ -51,7 +51,6 @@ def test_a_missing_library_is_named_with_its_remedy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.more
 def test_trainer_with_a_callback_leaves_behind_what_it_does_without(tmp_path: Path) -> None:
     expected = trained(lora(), tmp_path / "plain", count=26)
     model, callback = lora(), FxrematCallback(BUDGET)
@@ -106,7 +105,6 @@ def test_a_model_that_checkpoints_already_is_refused(tmp_path: Path) -> None:
         trainer(model, tmp_path, FxrematCallback(BUDGET)).train()
 
 
-@pytest.mark.more
 def test_a_trainer_takes_a_section_of_a_file(tmp_path: Path) -> None:
     callback = FxrematCallback.from_dict({"budget": "24MiB", "loss": "own", "optimizer": "none"})
     trainer(gpt2(), tmp_path, callback).train()

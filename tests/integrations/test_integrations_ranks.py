@@ -133,7 +133,6 @@ def _transformers(count: int, folder: Path) -> Any:
 CLIENTS = {"accelerate": _accelerate, "lightning": _lightning, "transformers": _transformers}
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
     "client",
     [c if c == "accelerate" else pytest.param(c, marks=pytest.mark.slow) for c in CLIENTS],

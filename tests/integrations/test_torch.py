@@ -96,7 +96,6 @@ def test_measuring_settles_no_symbol_of_a_size_and_draws_no_number() -> None:
             compiled(torch.ones(sizes[1], 32)).sum().backward()
 
 
-@pytest.mark.more
 def test_inductor_asks_too() -> None:
     x = torch.randn(64, 32)
     saved = []

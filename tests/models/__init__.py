@@ -35,15 +35,10 @@ ZOO: dict[str, ZooModel] = {entry.name: entry for kind in _FAMILIES for entry in
 BENCH: dict[str, ZooModel] = {entry.name: entry for kind in _FAMILIES for entry in kind.BENCH}
 
 RARE = (
-    "gpt_logits", "hf_gpt2", "hf_llama_states", "hf_t5", "hf_clip", "hf_vit", "densenet121",
-    "inception", "siamese_resnet", "triplet", "triplet_resnet", "image_recipe", "composed", "coca",
-    "two_texts", "autocast_around",
+    "gpt_logits", "resnet50", "hf_gpt2", "hf_llama", "hf_llama_states", "hf_t5", "hf_clip",
+    "hf_vit", "densenet121", "inception", "siamese_resnet", "triplet", "triplet_resnet",
+    "image_recipe", "composed", "coca", "two_texts", "autocast_around",
 )  # fmt: skip
 """Models of which the zoo has a smaller one of the kind: tests of these are slow ones."""
 
-HALF = (
-    "gpt", "siamese", "tied", "inplace", "buffers", "outputs", "gru",
-)  # fmt: skip
-"""A line, a join, one with skips, and small ones: what tests of others show beside is ``more``."""
-
-__all__ = ["BENCH", "HALF", "RARE", "ZOO", "ZooModel"]
+__all__ = ["BENCH", "RARE", "ZOO", "ZooModel"]

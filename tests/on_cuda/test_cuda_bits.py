@@ -12,6 +12,7 @@ import torch
 import fxremat
 from tests.cuda import (  # noqa: F401
     ENTRIES,
+    MODES,
     Mode,
     Share,
     compiled,
@@ -28,18 +29,23 @@ from tests.trials import captures
 pytestmark = [*needs_cuda, pytest.mark.usefixtures("same_bits_each_time")]
 
 models = pytest.mark.parametrize("name", ENTRIES)
-MODES: dict[Mode, str] = {False: "recompute", "auto": "auto", "only": "only"}
 SHARES: tuple[Share, ...] = ("min", 0.5, 1.0)
 
-LARGE = {("resnet50", "auto", 0.5)}
-"""What is tried of the large model each time. The rest, and full budgets, are slow tests."""
+QUICK = {
+    ("resnet50", "auto", 0.5),
+    ("gpt", False, "min"),
+    ("gpt", False, 0.5),
+    ("gpt", "auto", "min"),
+    ("gpt", "only", "min"),
+    ("gpt", "only", 0.5),
+}
+"""What is tried each time; the rest is slow."""
 
 
 def _cases() -> Iterator[Any]:
-    for name, mode, share in itertools.product(ENTRIES, MODES, SHARES):
-        is_slow = share == 1.0 or (name == "resnet50" and (name, mode, share) not in LARGE)
-        marks = [pytest.mark.slow] if is_slow else []
-        yield pytest.param(name, mode, share, marks=marks, id=f"{name}-{MODES[mode]}-{share}")
+    for name, (label, mode), share in itertools.product(ENTRIES, MODES.items(), SHARES):
+        marks = [] if (name, mode, share) in QUICK else [pytest.mark.slow]
+        yield pytest.param(name, mode, share, marks=marks, id=f"{name}-{label}-{share}")
 
 
 @models

@@ -42,8 +42,15 @@ def sizes_of(requests: Requests) -> Iterator[int]:
     return (nbytes for call in (*calls, requests.end) for _, nbytes in call)
 
 
-@pytest.mark.parametrize("share", ["min", 1.0])
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("gpt", "min"),
+        ("gpt", 1.0),
+        ("resnet50", "min"),
+        pytest.param("resnet50", 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_asks_for_what_was_planned(name: str, share: Share, monkeypatch: pytest.MonkeyPatch):
     """But for single numbers, which a loop asks for, too."""
     replayed: list[tuple[Requests, Allocated]] = []

@@ -12,7 +12,9 @@ from torch import nn
 from tests.cuda import (  # noqa: F401
     CUDA,
     ENTRIES,
+    MODES,
     Mode,
+    cases,
     compiled,
     needs_cuda,
     reference_steps,
@@ -26,12 +28,8 @@ pytestmark = [*needs_cuda, pytest.mark.usefixtures("same_bits_each_time")]
 
 STEPS = 6
 
-models = pytest.mark.parametrize("name", ENTRIES)
-modes = pytest.mark.parametrize("mode", [False, "auto", "only"], ids=["recompute", "auto", "only"])
 
-
-@modes
-@models
+@cases("gpt-recompute", "gpt-auto", "gpt-only", "resnet50-auto")
 def test_slots_are_used_again_with_other_data(name: str, mode: Mode):
     entry = ENTRIES[name]
     expected = reference_steps(name, STEPS, accumulate=True)
@@ -44,7 +42,13 @@ def test_slots_are_used_again_with_other_data(name: str, mode: Mode):
         assert arena.allocated_bytes == host_bytes, "a step did not give its memory back"
 
 
-@modes
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, id=label, marks=[] if label == "auto" else [pytest.mark.slow])
+        for label, mode in MODES.items()
+    ],
+)
 def test_steps_may_overlap(mode: Mode):
     entry = ENTRIES["gpt"]
 

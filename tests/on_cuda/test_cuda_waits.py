@@ -10,6 +10,7 @@ from tests.cuda import (  # noqa: F401
     CUDA,
     ENTRIES,
     Mode,
+    cases,
     compiled,
     needs_cuda,
     same_bits_each_time,
@@ -19,8 +20,7 @@ from tests.cuda import (  # noqa: F401
 pytestmark = [*needs_cuda, pytest.mark.usefixtures("same_bits_each_time")]
 
 
-@pytest.mark.parametrize("mode", [False, "auto", "only"], ids=["recompute", "auto", "only"])
-@pytest.mark.parametrize("name", ENTRIES)
+@cases("gpt-auto", "resnet50-only")
 def test_the_host_never_waits_in_a_step(name: str, mode: Mode):
     entry = ENTRIES[name]
     step = step_of(entry, compiled(entry, mode, "min"))

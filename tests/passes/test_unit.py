@@ -317,7 +317,6 @@ def two_units(x: Tensor) -> Units:
     return units
 
 
-@pytest.mark.more
 def test_compilers_of_all_units_run_at_once(tmp_path: Path):
     """Each waits for the other one to have begun."""
     x = torch.randn(40, 30)
@@ -330,7 +329,6 @@ def test_compilers_of_all_units_run_at_once(tmp_path: Path):
         torch.testing.assert_close(unit(x), expected)
 
 
-@pytest.mark.more
 def test_a_unit_that_its_compiler_refuses_is_told_of_and_runs_as_it_is(tmp_path: Path):
     x = torch.randn(40, 31)
     units = two_units(x)
@@ -345,7 +343,6 @@ def test_a_unit_that_its_compiler_refuses_is_told_of_and_runs_as_it_is(tmp_path:
     torch.testing.assert_close(second(x), x.sin())
 
 
-@pytest.mark.more
 def test_an_interrupt_leaves_no_kernel_that_is_not_there(tmp_path: Path):
     """It hits when the first unit's compiler was started, and nobody has waited for it."""
     x = torch.randn(40, 32)

@@ -130,10 +130,9 @@ def check_views(tmp_path: Path, good: Any, some: list[Change]) -> int:
     "part",
     [
         slice(0, 200),
-        pytest.param(slice(200, None, 4), marks=pytest.mark.more),
         pytest.param(slice(200, None), marks=pytest.mark.slow),
     ],
-    ids=["few", "some", "many"],
+    ids=["few", "many"],
 )
 def test_a_changed_plan_is_refused_or_can_be_looked_at(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, part: slice
@@ -142,7 +141,6 @@ def test_a_changed_plan_is_refused_or_can_be_looked_at(
     assert check_views(tmp_path, good, changes(good)[part]) > 10
 
 
-@pytest.mark.more
 def test_a_changed_plan_is_refused_or_followed(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ):

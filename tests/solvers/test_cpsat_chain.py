@@ -110,7 +110,6 @@ def test_named_not_persistent(named: Named) -> None:
     check(named.problem, found.schedule)
 
 
-@pytest.mark.more
 def test_a_time_limit_leaves_a_bound_and_the_best_so_far() -> None:
     named = revolve(12, 2)
     assert named.any_s is not None

@@ -29,7 +29,6 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.more
 @examples(0.05)
 @given(data=st.data())
 def test_emitted_parts_have_the_bits_of_the_whole(name: str, data: st.DataObject) -> None:
