@@ -1,0 +1,348 @@
+"""The search of a graph's variants, and of further ones while they can help."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from fxremat import torch_compat
+from fxremat.cache.folder import key_of
+from fxremat.costs.bandwidth import know_link, link_key, measure_link
+from fxremat.errors import CostError
+from fxremat.graph.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
+from fxremat.graph.graph import Graph
+from fxremat.graph.pool import Pool
+from fxremat.graph.shortfall import warn
+from fxremat.graph.variant import Variant
+from fxremat.ir import TRACED, Form, MeasuredLink
+from fxremat.passes.joint.sizes import Values
+from fxremat.passes.split.losses import largest_gradient_bytes
+from fxremat.passes.split.parts import Parts
+from fxremat.planner.allocations import settings_of
+from fxremat.planner.allocator import AllocatorSettings
+from fxremat.planner.context import StepContext
+from fxremat.planner.search import Search, generators_of
+from fxremat.planner.transfers import HostMemory, Transfers
+
+MUCH_SLOWER = 1.2
+"""Forms in parts are searched where a plan takes this many times the seconds of everything kept."""
+
+LARGE_LOSS = 8
+"""One is searched wherever a loss's gradient takes this part, or more, of what a step that keeps
+everything allocates: a loss in parts is faster where its logits would go through memory."""
+
+MOST_AIMS = 2
+"""Forms of a graph in which only what takes part in a peak is in parts."""
+
+
+def allocator_rules(graph: Graph) -> AllocatorSettings | None:
+    """Return the rules of the device's allocator; ``None``: it hands out what is asked for."""
+    return graph.options.allocator or settings_of(graph.device)
+
+
+def link_of(graph: Graph) -> MeasuredLink | None:
+    """Return the link to host memory, measured once; ``None``: nothing travels."""
+    host = graph.options.host
+    if host is not None and graph.link is None:
+        graph.link = _measured_link(graph, host)
+    return graph.link
+
+
+def _measured_link(graph: Graph, host: HostMemory) -> MeasuredLink:
+    """Return a link that is given or cached, or measure it."""
+    if host.link is not None:
+        return host.link
+    folder, limit = host.folder, host.limit_bytes
+    traced = graph.variants[0]
+    key = link_key(traced.line.joint.device, host_dir=folder, host_limit_bytes=limit)
+    name = key_of(replace(traced.origin, operations="", code="", inputs=()), link=key[1:])
+    link = graph.costs.link if graph.costs else graph.store.get("link", name, MeasuredLink)
+    if link is not None:
+        know_link(key, link)
+        return link
+    with torch_compat.real_execution(), torch.no_grad():
+        link = measure_link(traced.line.joint.device, host_dir=folder, host_limit_bytes=limit)
+    graph.store.put("link", name, MeasuredLink, link)
+    return link
+
+
+def ensure_searched(graph: Graph, context: StepContext) -> bool:
+    """Search the variants at the sizes of the capture; return whether none was searched before."""
+    were_none = all(own.pool is None for own in graph.variants)
+    list_forms(graph)
+    first = replace(context, sizes=graph.sizes.hints)
+    for own in graph.variants:
+        if own.pool is None:
+            own.pool = searched(graph, own, None, first)
+    return were_none
+
+
+def search_again(graph: Graph, context: StepContext, *, bits: bool = True) -> list[Pool]:
+    """Search the variants in a context; their later pools look at these candidates, too."""
+    list_forms(graph)
+    found = []
+    for own, variant in zip(graph.variants, graph.at(context.sizes, bits=bits), strict=True):
+        pool = searched(graph, variant, own.pool, context)
+        own.learn(pool)
+        if may_follow(graph, context, own.form):
+            found.append(pool)
+    return found
+
+
+def search_last(graph: Graph, context: StepContext, *, bits: bool) -> None:
+    """Search the variant that was added last in a context."""
+    variant, own = graph.at(context.sizes, bits=bits)[-1], graph.variants[-1]
+    own.learn(searched(graph, variant, own.pool, context))
+
+
+def searched(graph: Graph, variant: Variant, before: Pool | None, context: StepContext) -> Pool:
+    """Search one variant; ``before`` is its pool at another size."""
+    search = Search.over(
+        variant.measured,
+        variant.blocks,
+        graph.held(context),
+        progress=graph.progress,
+        generators=generators_of(graph.options.generators),
+        allocator=allocator_rules(graph),
+        budget_on=graph.caller.budget_on,
+        known=before.search if before else None,
+    )
+    host = graph.options.host
+    transfers = None if host is None else Transfers.of(search, host, link_of(graph))
+    return Pool(search, transfers, variant.form)
+
+
+def variants_at(
+    graph: Graph, sizes: Values, *, run: bool = True, bits: bool = True
+) -> list[Variant]:
+    """Return the variants at a call's sizes.
+
+    In a running job workspaces are estimated where they cannot be measured.
+    """
+    try:
+        variants = graph.at(sizes, run=run, bits=bits)
+    except CostError as error:
+        if not graph.started:
+            raise
+        why = str(error)
+    else:
+        if run:
+            graph.estimated.discard(sizes)
+        return variants
+    graph.estimated.add(sizes)
+    warn(
+        "the workspaces of a step of new sizes are estimated from other sizes, so it may take "
+        f"more than its budget: {why}"
+    )
+    return graph.at(sizes, run=False, bits=bits)
+
+
+def may_follow(graph: Graph, context: StepContext, form: Form) -> bool:
+    """Return whether a call may follow a form where anything else fits.
+
+    Exact gradients are not computed with a loss whose gradient is not 1. Of several graphs none is
+    in parts that other processes would have to choose as well.
+    """
+    by_itself = graph.peers is None or not (context.region and form.has_parts)
+    return by_itself and not (context.scaled and form.beside and form.exact)
+
+
+# Further variants
+
+
+def list_forms(graph: Graph) -> None:
+    """Measure the forms that every plan of the graph looks at, and list the others."""
+    further, options = graph.further, graph.options
+    if further.left is not None:
+        return
+    further.left = []
+    if graph.variants[0].form != TRACED:  # a plan that is followed
+        return
+    if not options.exact:
+        graph.add(Form(exact=False))
+    if graph.peers is not None:  # all processes must have the same forms, whatever one measures
+        for form in parted(graph.joint, exact=False) if options.split is True else ():
+            graph.add(form)
+    elif options.split is True or (options.split and not graph.has_units):
+        further.left += parted(graph.joint, exact=options.split == "exact")
+        further.coarse = further.left[0]
+    further.may_unshare = graph.peers is None and not graph.has_units
+
+
+def grow(graph: Graph, context: StepContext) -> bool:
+    """Search one further variant of a graph, if there is one."""
+    ensure_searched(graph, context)
+    return search_unshared(graph, context) or search_next(graph, context)
+
+
+def refuse(graph: Graph, run: Parts) -> None:
+    """Compute a run of operations in parts in no later plan."""
+    forms = graph.refuse(run)
+    if graph.further.left is not None:
+        graph.further.left = [*forms, *graph.further.left]  # they are rebuilt without the run
+    graph.sent.clear()
+
+
+def wants_faster(graph: Graph, context: StepContext, traced: Pool, seconds: float) -> bool:
+    """Return whether one more variant is searched where a plan takes so many seconds."""
+    if context.region or graph.started:  # in a step nothing is measured that is not needed
+        return False
+    if seconds > MUCH_SLOWER * traced.baseline.total_s:
+        return True
+    has_parts = any(own.form.has_parts for own in graph.variants)
+    return not has_parts and _has_large_loss(graph, context, traced)
+
+
+def grow_faster(
+    graph: Graph, context: StepContext, found: list[Pool], budget_bytes: int, below_s: float
+) -> bool:
+    """Search one more variant that may take less than ``below_s``."""
+    if below_s > MUCH_SLOWER * found[0].baseline.total_s and (
+        search_unshared(graph, context, needed=False)
+        or search_aimed(graph, context, found, budget_bytes, below_s=below_s, needed=False)
+    ):
+        return True
+    return search_next(graph, context, below_s=below_s, needed=False)
+
+
+def grow_smaller(graph: Graph, context: StepContext, below_bytes: int, *, needed: bool) -> bool:
+    """Search one more variant that may take less than ``below_bytes``."""
+    return search_unshared(graph, context, needed=needed) or search_next(
+        graph, context, below_bytes=below_bytes, needed=needed
+    )
+
+
+def _has_large_loss(graph: Graph, context: StepContext, traced: Pool) -> bool:
+    """Return whether a loss's gradient takes a good part of what a step allocates."""
+    loss_bytes = largest_gradient_bytes(traced.search.measured.line.joint)
+    own_bytes = traced.full_bytes - graph.given_bytes(context)
+    return LARGE_LOSS * loss_bytes >= own_bytes
+
+
+def search_next(
+    graph: Graph,
+    context: StepContext,
+    below_bytes: int = MOST_BYTES,
+    *,
+    needed: bool = True,
+    below_s: float = math.inf,
+) -> bool:
+    """Search the next form in parts, if there is one and the effort allows for it.
+
+    At the sizes of the capture a form is skipped whose largest operation, with the gradients before
+    it, takes ``below_bytes``, where no gradient exists that these are added to. A form that takes
+    ``below_s`` with everything kept waits, with all in smaller parts, until memory asks for it.
+    """
+    further = graph.further
+    if context.scaled and graph.options.split == "exact" and not further.scaled:
+        further.scaled = True
+        left = further.left or []
+        listed = [*left, *(own.form for own in graph.variants)]
+        others = parted(graph.joint, exact=True, beside=False)
+        further.left = [*(form for form in others if form not in listed), *left]
+    first = replace(context, sizes=graph.sizes.hints)
+    is_bound = first == context and not context.existing
+    most_bytes = below_bytes - graph.given_bytes(context) if is_bound else None
+    while further.left:
+        form = further.left[0]
+        is_new = _add(graph, form, first, needed=needed, below_bytes=most_bytes, below_s=below_s)
+        if is_new is None:
+            return False
+        further.left.pop(0)
+        if is_new:
+            return True
+    return False
+
+
+def search_unshared(graph: Graph, context: StepContext, *, needed: bool = True) -> bool:
+    """Search the form in which equal operations are computed each by itself."""
+    if not graph.further.may_unshare:
+        return False
+    first = replace(context, sizes=graph.sizes.hints)
+    is_new = _add(graph, Form(shared=False), first, needed=needed)
+    graph.further.may_unshare = is_new is None
+    return bool(is_new)
+
+
+def search_aimed(
+    graph: Graph,
+    context: StepContext,
+    found: list[Pool],
+    budget_bytes: int,
+    *,
+    needed: bool,
+    below_s: float = math.inf,
+) -> bool:
+    """Search a form in which only what a budget lacks is computed in parts.
+
+    The parts are added to the forms that are fastest with everything kept, at the sizes of the
+    capture; where a loss is large, after its parts. A budget of 0 asks for the least of all: of
+    every form, whichever was faster.
+    """
+    further = graph.further
+    first = context.sizes == graph.sizes.hints
+    if further.coarse is None or not first or context.region or graph.options.host is not None:
+        return False
+    is_loss = _has_large_loss(graph, context, found[0])
+    if is_loss and further.coarse in (further.left or ()):
+        return False
+    if further.spending.looks(graph.joint, needed=needed, in_step=graph.started) is None:
+        return False
+    part_bytes, is_last = part_sizes(graph.joint)[1], budget_bytes == 0
+    for pool in sorted(found, key=lambda pool: pool.baseline.total_s):
+        candidate = wanted(pool.search, budget_bytes, below_s)
+        count = sum(not last for _, last in further.aims)
+        is_done = (pool.form, is_last) in further.aims or bool(pool.form.peak)
+        is_done = is_done or (count >= MOST_AIMS and not is_last)
+        if is_done or (is_loss and not pool.form.has_parts) or candidate.total_s >= below_s:
+            continue
+        form = aimed(
+            pool.search,
+            candidate,
+            pool.form,
+            budget_bytes,
+            exact=graph.options.split == "exact",
+            beside=not context.scaled,
+            part_bytes=part_bytes,
+        )
+        is_new = form is not None and _add(graph, form, context, needed=needed, below_s=below_s)
+        further.aims.add((pool.form, is_last))
+        if is_new:
+            return True
+    return False
+
+
+def _add(
+    graph: Graph,
+    form: Form,
+    context: StepContext,
+    *,
+    needed: bool,
+    below_bytes: int | None = None,
+    below_s: float = math.inf,
+) -> bool | None:
+    """Add the variant of a form and search it; return whether it is computed like no other.
+
+    ``None``: that would take more than the effort allows for and is not ``needed`` to fit, or the
+    form takes ``below_s`` or more with everything kept.
+    """
+    further = graph.further
+    if below_s < math.inf and form in further.slow:
+        return None
+    looks = further.spending.looks(graph.joint, needed=needed, in_step=graph.started)
+    if looks is None:
+        return None
+    variant = graph.add(form, below_bytes=below_bytes, looks=looks)
+    taken = variant is not None
+    if not (needed or further.spending.spend(looks, graph.joint, taken=taken)):
+        return None
+    if variant is None:
+        return False
+    if variant.measured.kept_s >= below_s:
+        further.slow.add(form)
+        graph.drop(variant)
+        return None
+    variant.pool = searched(graph, variant, None, context)
+    return True
