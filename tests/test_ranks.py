@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fxremat
-from tests.ranks import MODELS, Case, Trained, trained
+from tests.rank_training import MODELS, Case, Trained, trained
 
 pytestmark = pytest.mark.more
 

@@ -12,8 +12,8 @@ import torch
 
 import fxremat
 from fxremat.graph import graph as graphs
-from tests.frontend.test_emission import SAMPLE, model
 from tests.models import ZOO
+from tests.planning.test_emission import SAMPLE, model
 
 pytestmark = pytest.mark.more
 

@@ -13,7 +13,7 @@ from torch import nn
 import fxremat
 from fxremat.cache.folder import key_of
 from fxremat.errors import PlanError
-from tests.frontend.test_emission import SAMPLE, model
+from tests.planning.test_emission import SAMPLE, model
 from tests.plans import everything_kept, plan_of
 
 
