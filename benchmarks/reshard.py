@@ -25,7 +25,7 @@ from benchmarks.steps import Step, make_step
 from fxremat.units import format_bytes
 from tests.loops.memory import recording
 from tests.models.gpt import GPTConfig, gpt_entry
-from tests.ranks import Gathered, beginning, sharded
+from tests.rank_training import Gathered, beginning, sharded
 
 ENTRY = gpt_entry("gpt", GPTConfig(width=256, blocks=8, context=128), batch=4, length=128)
 

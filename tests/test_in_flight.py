@@ -18,7 +18,7 @@ import fxremat
 from fxremat.planning.choose import all_in_flight
 from tests.loops.memory import recording, sizes_known
 from tests.loops.subjects import SUBJECTS
-from tests.ranks import Model, beginning
+from tests.rank_training import Model, beginning
 
 ROWS, WIDTH, MICROBATCHES = 256, 64, 4
 

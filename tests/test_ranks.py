@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fxremat
-from tests.ranks import MODELS, Case, Trained, trained
+from tests.rank_training import MODELS, Case, Trained, trained
 
 WAYS = (
     "ddp_around", "ddp_inside", "fsdp", "hybrid", "tensor_parallel", "broken", "both", "gathered",

@@ -13,8 +13,8 @@ import torch
 import fxremat
 from fxremat.graph import graph as graphs
 from tests.efforts import WHOLE
-from tests.frontend.test_emission import SAMPLE, model
 from tests.models import ZOO
+from tests.planning.test_emission import SAMPLE, model
 
 PLANS = ("gpt", "siamese", "transfers")
 """A line with draws, a join, and what travels to host memory."""

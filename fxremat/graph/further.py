@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fxremat import torch_compat
-from fxremat.cache.folder import key_of
+from fxremat.cache.origins import key_of
 from fxremat.costs.bandwidth import know_link, link_key, measure_link
 from fxremat.errors import CostError
 from fxremat.graph.forms import MOST_BYTES, aimed, part_sizes, parted, wanted

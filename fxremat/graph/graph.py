@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.cache.folder import Store, key_of, origin_of_costs
+from fxremat.cache.folder import Store
+from fxremat.cache.origins import key_of, origin_of_costs
 from fxremat.costs.bits import other_bits
 from fxremat.costs.cache import cost_cache
 from fxremat.costs.causal import CausalMasks

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fxremat.cache.folder import key_of
+from fxremat.cache.origins import key_of
 from fxremat.errors import RankError
 from fxremat.ir import Decision
 from fxremat.options.arguments import Arguments

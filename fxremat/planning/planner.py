@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fxremat.cache.folder import differences, key_of, origin_of_plan, version_of
+from fxremat.cache.origins import differences, key_of, origin_of_plan, version_of
 from fxremat.errors import BudgetError, CostError, PlanError
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.dimensions import arguments_of

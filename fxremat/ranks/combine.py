@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from fxremat.cache.folder import differences
+from fxremat.cache.origins import differences
 from fxremat.costs.collectives import Speeds
 from fxremat.errors import RankError
 from fxremat.ir import MeasuredLink, Origin, RecordedCosts

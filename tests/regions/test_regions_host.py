@@ -21,7 +21,8 @@ from fxremat.errors import BudgetError, BudgetWarning, TransferError
 from fxremat.module.compiled import CompiledModule
 from fxremat.runtime.arena import HostLimit
 from tests.efforts import WHOLE
-from tests.frontend.test_regions import (
+from tests.models.zoo import seeded
+from tests.regions.test_regions import (
     BREAKS,
     BROKEN,
     LAYERS,
@@ -33,7 +34,6 @@ from tests.frontend.test_regions import (
     taught,
     whole,
 )
-from tests.models.zoo import seeded
 from tests.test_fork import in_a_child
 from tests.test_interrupts import interrupted, interrupts
 

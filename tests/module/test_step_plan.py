@@ -20,7 +20,7 @@ import fxremat
 from fxremat.errors import PlanError
 from fxremat.report.summary import group_regions
 from fxremat.report.view import view_of
-from tests.frontend.test_regions import (
+from tests.regions.test_regions import (
     BREAKS,
     BROKEN,
     LAYERS,

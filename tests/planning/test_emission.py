@@ -29,12 +29,12 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a plan was there")
 
     for place in (
-        "captured.measure_line",
-        "schedules.measure_link",
-        "pipeline.emit",
-        "pipeline.fastest",
+        "graph.graph.measure_line",
+        "graph.further.measure_link",
+        "planning.planner.emit",
+        "planning.choose.fastest",
     ):
-        monkeypatch.setattr(f"fxremat.frontend.{place}", refuse)
+        monkeypatch.setattr(f"fxremat.{place}", refuse)
 
 
 @pytest.mark.parametrize(

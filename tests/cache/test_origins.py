@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.cache.folder import key_of
+from fxremat.cache.origins import key_of
 from fxremat.errors import PlanError
-from tests.frontend.test_emission import SAMPLE, model
+from tests.planning.test_emission import SAMPLE, model
 from tests.plans import everything_kept, plan_of
 
 

@@ -16,12 +16,12 @@ import torch
 import fxremat
 from fxremat.errors import ArgumentError, BudgetError, PlanError, RankError
 from fxremat.ir import MeasuredLink, Origin, RecordedCosts, StageSeconds
+from fxremat.options.agreed import agreed_arguments
 from fxremat.options.arguments import Arguments
 from fxremat.planner.context import Correction
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.ranks.combine import (
     Seen,
-    agreed_arguments,
     agreed_context,
     agreed_corrections,
     agreed_costs,
