@@ -1,21 +1,21 @@
-"""Checkpoints at equal distances: ``torch.utils.checkpoint.checkpoint_sequential``.
+"""Checkpoints at equal distances, as in ``torch.utils.checkpoint.checkpoint_sequential``.
 
-Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost" (2016);
-Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
-heterogeneous chains" (2019), section 5.3, strategy *sequential*.
+Chen, Xu, Zhang, Guestrin, "Training deep nets with sublinear memory cost" (2016); Beaumont,
+Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains" (2019),
+section 5.3, strategy *sequential*.
 
-The chain is cut as PyTorch cuts it: ``s - 1`` segments of ``L // s`` stages, and the rest
-is the last one. The forward keeps the input of every segment but the last, and all of the
-last; on the way back each segment is run again with everything kept:
+The chain is cut as PyTorch cuts it: into ``s - 1`` segments of ``L // s`` stages, and a last one
+with the rest. The forward keeps the input of every segment but the last, and everything of the
+last. In the backward each other segment is run again with everything kept:
 
     F_ck c_1, F_none …, F_ck c_2, F_none …, …, F_all c_s … F_all L - 1, B L - 1 … B c_s,
     F_all c_(s-1) … B c_(s-1), …, F_all 0 … B 0
 
-In rotor's terms these are the cuts ``c_2 < … < c_s``, and ``C_all`` everywhere else, so
-rotor is never slower within the same bytes. The paper counts ``L`` stages and the loss; here
-every stage counts, whatever computes the loss is in the last. One segment is ``store_all``.
+In rotor's terms these are the cuts ``c_2 < … < c_s``, and ``C_all`` everywhere else, so rotor is
+never slower within the same bytes. The paper counts ``L`` stages and the loss. Here every stage
+counts, and the last one includes the loss. With one segment this is ``store_all``.
 
-``O(L)`` for a number of segments, ``O(L²)`` for the best one.
+Complexity: ``O(L)`` for a number of segments, ``O(L²)`` for the best one.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from fxremat.solvers.sequences import base_bytes, seconds_of, span, span_bytes, 
 
 
 def solve(problem: Problem, *, segments: int | None = None) -> Solution:
-    """The periodic schedule of ``segments`` segments, if it fits.
+    """Return the periodic schedule of ``segments`` segments, if it fits.
 
     Args:
         problem: the chain, its costs and the budget.
-        segments: from 1 to the number of stages; ``None``: of all these schedules that
-            fit the fastest, among equals the one with fewer segments.
+        segments: number of segments, from 1 to the number of stages; ``None``: the number whose
+            schedule is the fastest that fits, the least of equally fast ones.
 
     Returns:
-        ``Solved``, or ``Infeasible`` with the exact peak: the least one if ``segments``
-        is ``None``.
+        ``Solved``, or ``Infeasible`` with the exact peak; if ``segments`` is ``None``, with the
+        least of all peaks.
 
     Raises:
         ValueError: ``segments`` is out of range, or the sizes are too large to add up.
@@ -56,14 +56,14 @@ def solve(problem: Problem, *, segments: int | None = None) -> Solution:
         peak_bytes = base + _peak_bytes(numbers, starts)
         least_bytes = peak_bytes if least_bytes is None else min(least_bytes, peak_bytes)
         if peak_bytes <= problem.budget_bytes:
-            found = _schedule(costs, starts)
-            best = found if best is None or found.makespan_s < best.makespan_s else best
+            solved = _schedule(costs, starts)
+            best = solved if best is None or solved.makespan_s < best.makespan_s else best
     assert least_bytes is not None
     return Infeasible(least_bytes) if best is None else best
 
 
 def _starts(count: int, segments: int) -> range:
-    """First stages of the segments."""
+    """Return the first stage of each segment."""
     size = count // segments
     return range(0, size * segments, size)
 
@@ -80,7 +80,7 @@ def _schedule(costs: Costs, starts: Sequence[int]) -> Solved:
 
 
 def _peak_bytes(numbers: Numbers, starts: Sequence[int]) -> int:
-    """Peak beside boundary 0: rotor's recurrence with these cuts."""
+    """Return the peak in addition to boundary 0, by rotor's recurrence with these cuts."""
     last = numbers.gradient.size - 1
     nbytes = span_bytes(numbers, starts[-1], last)
     for start, end in reversed(list(itertools.pairwise(starts))):

@@ -1,31 +1,29 @@
 """The optimum of automatic differentiation, made valid for networks.
 
-In automatic differentiation a checkpoint is the input of a step, and a backward tapes what
-it needs by itself. For a network that means: an ``F_all`` before each ``B``, and nothing
-else is kept than boundaries. This is the strategy *revolve* of Beaumont,
-Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains"
-(2019), section 5.3, and ``REV`` of Beaumont, Herrmann, Pallez, Shilova, "Optimal
-memory-aware backpropagation of deep join networks" (2019).
+In automatic differentiation a checkpoint is the input of a step, and a backward records what it
+needs by itself. For a network this means an ``F_all`` before each ``B``, and only boundaries are
+kept. This is the strategy *revolve* of Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal
+checkpointing for heterogeneous chains" (2019), section 5.3, and ``REV`` of Beaumont, Herrmann,
+Pallez, Shilova, "Optimal memory-aware backpropagation of deep join networks" (2019).
 
-It is optimal among the memory-persistent schedules (see ``rotor``) in which ``B i`` comes
-right after ``F_all i``. Every stage but the last
-runs at least twice.
+It is optimal among the memory-persistent schedules (see ``rotor``) in which ``B i`` directly
+follows ``F_all i``. Every stage but the last runs at least twice.
 
-*Heterogeneous chains* (Griewank and Walther, "Evaluating derivatives" (2008), section 12;
-Gruslys et al., "Memory-efficient backpropagation through time" (2016), appendix C). With
-``C(s, t, m)`` as in ``rotor``:
+*Heterogeneous chains* (Griewank and Walther, "Evaluating derivatives" (2008), section 12; Gruslys
+et al., "Memory-efficient backpropagation through time" (2016), appendix C). With ``C(s, t, m)`` as
+in ``rotor``:
 
     C(s, s, m) = rebuild + backward; of the last stage as in rotor
     C(s, t, m) = min over s < s' <= t of
                  Σ forward_s[s … s' - 1] + C(s', t, m - step(s, s')) + C(s, s' - 1, m)
 
-that is rotor without ``C_all``, and it is solved by rotor's kernels: ``O(L³ slots)`` time.
+This is rotor without ``C_all``, and is solved by rotor's kernels in ``O(L³ slots)`` time.
 
-*Homogeneous chains* (Griewank and Walther, "Algorithm 799: revolve" (2000), Theorem 6.1).
-With room for ``c`` checkpoints, boundary 0 one of them, ``l`` steps take
-``r l - C(c + r, r - 1)`` forwards beside those that tape, ``r`` the least number with
-``C(c + r, r) >= l``, and ``_split`` gives the next checkpoint without any table: ``O(L)``.
-Exact in bytes. It is taken where the budget makes the chain such a one, see ``_checkpoints``.
+*Homogeneous chains* (Griewank and Walther, "Algorithm 799: revolve" (2000), Theorem 6.1). With
+memory for ``c`` checkpoints, including boundary 0, ``l`` steps take ``r l - C(c + r, r - 1)``
+forwards in addition to those that record, where ``r`` is the least number with ``C(c + r, r) >=
+l``. ``_split`` returns the next checkpoint without a table: ``O(L)``, exact in bytes. It is used
+where the chain is homogeneous within the budget, see ``_checkpoints``.
 """
 
 from __future__ import annotations
@@ -43,17 +41,17 @@ from fxremat.solvers.sequences import base_bytes, seconds_of, walk
 
 
 def solve(problem: Problem, *, slots: int = 500) -> Solution:
-    """The fastest memory-persistent schedule that keeps boundaries only.
+    """Find the fastest memory-persistent schedule that keeps boundaries only.
 
     Args:
         problem: the chain, its costs and the budget.
-        slots: as for ``rotor.solve``; not used for a homogeneous chain.
+        slots: as for ``rotor.solve``. It is not used for a homogeneous chain.
 
     Returns:
         ``Solved``, or ``Infeasible`` with the exact least budget of any such schedule.
 
     Raises:
-        ArgumentError: ``slots`` is no whole number of at least 1; nothing else is looked at then.
+        ArgumentError: ``slots`` is not a whole number of at least 1. This is checked first.
         ValueError: the sizes are too large to add up.
     """
     slots = whole_count(slots, name="slots")
@@ -71,16 +69,16 @@ def solve(problem: Problem, *, slots: int = 500) -> Solution:
 
 
 def _checkpoints(costs: Costs, numbers: Numbers, available_bytes: int) -> int | None:
-    """How many checkpoints of a homogeneous chain fit beside what a backward needs.
+    """Return how many checkpoints of a homogeneous chain fit in addition to what a backward needs.
 
-    Boundary 0 is one of them; the input of the stage whose backward is next is none.
+    Boundary 0 is one of them; the input of the stage whose backward is next is none. A chain is
+    homogeneous if all forwards that can be repeated take the same time, each boundary adds the same
+    bytes to any earlier one, all backwards leave memory for the same number of checkpoints, and no
+    sweep of forwards needs more than a backward and one boundary. Then a schedule fits if and only
+    if it never keeps more boundaries than this number.
 
     Returns:
-        ``None`` if nothing fits or the chain is not homogeneous. It is when forwards that
-        can be repeated take the same time, each boundary adds the same bytes to any before
-        it, every backward leaves room for as many of them, and no sweep of forwards needs
-        more than a backward and one boundary. Then a schedule fits if and only if it never
-        keeps more boundaries than this number.
+        The number; ``None`` if nothing fits or the chain is not homogeneous.
     """
     count = len(costs.stages)
     needs = numbers.leaf_bytes
@@ -89,7 +87,7 @@ def _checkpoints(costs: Costs, numbers: Numbers, available_bytes: int) -> int | 
         return None
     if count == 1:
         return 1
-    # Nothing repeats the last forward, and nobody keeps the boundary after it.
+    # The last forward is never repeated, and the boundary after it never kept.
     forward_s = {stage.forward_s for stage in costs.stages[:-1]}
     steps = set(numbers.step[:, :count][np.triu_indices(count, 1)].tolist())
     if len(forward_s) > 1 or len(steps) > 1:
@@ -107,12 +105,12 @@ def _checkpoints(costs: Costs, numbers: Numbers, available_bytes: int) -> int | 
 
 
 def _split(length: int, checkpoints: int) -> int:
-    """Where the second checkpoint of ``length >= 2`` stages goes; the first is at 0.
+    """Return where the second checkpoint of ``length >= 2`` stages goes; the first is at 0.
 
-    The greatest of the optimal places, Griewank and Walther 2000, section 3. With
-    ``η(c, r) = C(c + r, c)`` and ``η(c, r - 1) < length <= η(c, r)`` both parts then lie
-    where one more stage costs one more repetition and not two. A single checkpoint leaves
-    no second one: all but the last stage are run, and that one keeps its input in flight.
+    It is the greatest of the optimal places (Griewank and Walther 2000, section 3). With ``η(c, r)
+    = C(c + r, c)`` and ``η(c, r - 1) < length <= η(c, r)``, one more stage in either part costs one
+    more repetition, not two. With a single checkpoint there is no second one: all but the last
+    stage are run, and the last one gets its input directly.
     """
     if checkpoints == 1:
         return length - 1
@@ -124,7 +122,9 @@ def _split(length: int, checkpoints: int) -> int:
 
 
 def _reach(checkpoints: int, repeats: int) -> int:
-    """``η(c, r)``: the most stages of which none is advanced more than ``r`` times."""
+    """Return ``η(c, r)``, the most stages such that no stage is run more than ``r`` times in
+    advance.
+    """
     return math.comb(checkpoints + repeats, checkpoints) if repeats >= 0 else 0
 
 
