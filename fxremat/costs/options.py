@@ -131,9 +131,7 @@ class Options:
         return replace(self, parts=tuple(parts))
 
     def kept_by(self, schedule: Schedule) -> Kept:
-        """Return what ``schedule`` keeps of each stage, which is what the stage's last ``F_all``
-        keeps.
-        """
+        """Return what ``schedule`` keeps of each stage, according to the stage's last ``F_all``."""
         kept: dict[int, int] = {}
         for op in schedule.computations:
             if isinstance(op, Forward) and op.keep is Keep.ALL:

@@ -122,9 +122,7 @@ def _split(length: int, checkpoints: int) -> int:
 
 
 def _reach(checkpoints: int, repeats: int) -> int:
-    """Return ``η(c, r)``, the most stages such that no stage is run more than ``r`` times in
-    advance.
-    """
+    """Return ``η(c, r)``, the most stages of which none is advanced more than ``r`` times."""
     return math.comb(checkpoints + repeats, checkpoints) if repeats >= 0 else 0
 
 

@@ -1,4 +1,4 @@
-"""Small problems solved exactly by OR-Tools CP-SAT; it is loaded with the first of them."""
+"""Exact solvers of small problems, using OR-Tools CP-SAT, which is imported with them."""
 
 from fxremat.solvers.cpsat import offload
 from fxremat.solvers.cpsat.chain import solve

@@ -1,22 +1,22 @@
-"""Schedules of small chains by CP-SAT, memory-persistent or not.
+"""Optimal schedules of small chains by CP-SAT, memory-persistent or not.
 
-A sequence of operations is cut into *runs*: forwards of consecutive stages ``s, s + 1, …``,
-each reading what the one before wrote, and then at most one backward. Every run and stage
-has four variables (``F_none``, ``F_ck``, ``F_all``, or ``F_all`` and ``B`` as a rebuild);
-what is held between runs follows. Memory is bounded at every forward and backward, storage
-by storage: one that several values share counts once.
+A sequence of operations is cut into *runs*: forwards of consecutive stages ``s, s + 1, …``, each
+reading what the one before wrote, and then at most one backward. Every run and stage has four
+variables (``F_none``, ``F_ck``, ``F_all``, or ``F_all`` and ``B`` as a rebuild), which determine
+what is held between runs. Memory is bounded at every forward and backward, storage by storage: one
+that several values share counts once.
 
-What is searched are the sequences in which no forward writes a boundary that is held
-(``persistent``: those that are, see ``rotor``), in at most a given number of runs. For
-memory-persistent schedules ``L + 1`` runs are enough: each ends in a backward, except that the
-last stage may run once before its rebuild. For others no such bound is known: ``more_runs`` says
-how many runs without a backward there may be, and the optimum is that of such schedules.
+The search covers the sequences of at most a given number of runs in which no forward writes a
+boundary that is held, or only the memory-persistent ones of them (``persistent``, see ``rotor``).
+For memory-persistent schedules ``L + 1`` runs suffice: each ends in a backward, except that the
+last stage may run once before its rebuild. For others no such bound is known. ``more_runs`` limits
+the number of runs without a backward, and the optimum is that of such schedules.
 
-Where storages lie in several boundaries, a schedule that is not persistent can hold a
-storage twice, written in two runs. What is held is then told apart by the run that wrote it.
+Where storages are in several boundaries, a schedule that is not persistent can hold a storage
+twice, written in two runs. Copies are then distinguished by the run that wrote them.
 
-Exact in bytes; exact in seconds under the conditions in ``scale``. Exponential in the worst
-case: meant for chains of up to about eight stages.
+It is exact in bytes, and exact in seconds under the conditions in ``scale``. Complexity:
+exponential in the worst case; meant for chains of up to about eight stages.
 """
 
 from __future__ import annotations
@@ -52,20 +52,21 @@ def solve(
     time_limit_s: float = 60.0,
     workers: int = 1,
 ) -> Solution:
-    """The fastest schedule within the budget, proved by CP-SAT.
+    """Find the fastest schedule within the budget, with proof of optimality.
 
     Args:
-        problem: the chain, its costs and the budget; a link is not used.
-        persistent: memory-persistent schedules only.
-        more_runs: of a schedule that is not persistent, runs without a backward; ``None``:
-            as many as there are stages.
-        time_limit_s: of each search, that for time and that for the least budget.
-        workers: threads of CP-SAT.
+        problem: the chain, its costs and the budget. A link is not used.
+        persistent: whether only memory-persistent schedules are searched.
+        more_runs: maximum number of runs without a backward, if not ``persistent``; ``None``: the
+            number of stages.
+        time_limit_s: seconds for each of two searches, for time and for the least budget.
+        workers: number of CP-SAT's threads.
 
     Returns:
         ``Solved``; ``Infeasible`` with the exact least budget; or ``TimedOut`` with the best
-        schedule so far (never slower than rotor's, if that has few enough runs) and a bound,
-        infinite if only the least budget was not found.
+        schedule so far and a lower bound in seconds. That schedule is never slower than rotor's, if
+        rotor's has few enough runs. The bound is infinite if only the search for the least budget
+        timed out.
 
     Raises:
         ValueError: the sizes are too large to add up.
@@ -75,26 +76,28 @@ def solve(
     search = new_search(time_limit_s=time_limit_s, workers=workers)
     model = _Runs(problem, runs, persistent)
     model.minimize_seconds()
-    found = fastest(search, model, _hinted(model, problem))
-    if found is not None:
-        return found
+    solution = fastest(search, model, _hinted(model, problem))
+    if solution is not None:
+        return solution
     model = _Runs(problem, runs, persistent, any_budget=True)
     return least_budget(search, model.cp, model.budget, model.unit_bytes)
 
 
 def _hinted(model: _Runs, problem: Problem) -> Solved | None:
-    """Rotor's schedule, where the search starts; ``None`` if it has more runs, or does not fit.
+    """Start the search from rotor's schedule, which is memory-persistent.
 
-    It is memory-persistent, and so one of those that are searched.
+    Returns:
+        That schedule; ``None`` if it has too many runs, or does not fit.
     """
-    found = rotor.solve(problem)
-    if isinstance(found, Solved) and add_hint(model.cp, model.runs, found.schedule.computations):
-        return found
-    return None
+    solution = rotor.solve(problem)
+    if not isinstance(solution, Solved):
+        return None
+    hinted = add_hint(model.cp, model.runs, solution.schedule.computations)
+    return solution if hinted else None
 
 
 class _Runs:
-    """The schedules of a problem, as so many runs."""
+    """The model of the schedules of a problem as a number of runs."""
 
     def __init__(
         self, problem: Problem, runs: int, persistent: bool, any_budget: bool = False
@@ -106,7 +109,7 @@ class _Runs:
         self.unit_bytes = byte_unit(sizes)
         # Keeping everything needs no more than all sizes together.
         most = sum(sizes) // self.unit_bytes
-        # Instances of storages, gradients twice.
+        # A constraint sums up all instances of storages; gradients count twice.
         self.presolved = 2 * most * runs <= MOST_PRESOLVED
         least = 0 if any_budget else min(most, problem.budget_bytes // self.unit_bytes)
         self.budget = self.cp.new_int_var(least, most if any_budget else least, "budget")
@@ -128,7 +131,7 @@ class _Runs:
         self.ticks = Ticks.of([*durations, *parts], total_s=total_s)
 
     def minimize_seconds(self) -> None:
-        """Backwards are left out, but for what they rebuild: each runs once."""
+        """Minimize the seconds of forwards and rebuilding. Each backward runs once."""
         count = self.ticks.count
         forwards = sum(
             count(stage.forward_s) * (run.forward[i] - run.rebuild[i])
@@ -145,19 +148,19 @@ class _Runs:
         self.cp.minimize(forwards + parts)
 
     def _rebuilds(self, run: RunVariables, stage: int, option: int) -> IntVar:
-        """At least 1 if the backward of ``stage`` is in ``run``, after that option."""
-        found = self.cp.new_bool_var("")
-        self.cp.add_bool_or(~run.back[stage], ~run.held_after[stage][option], found)
-        return found
+        """Return a variable that is 1 if ``stage`` runs backward in ``run`` after that option."""
+        rebuilds = self.cp.new_bool_var("")
+        self.cp.add_bool_or(~run.back[stage], ~run.held_after[stage][option], rebuilds)
+        return rebuilds
 
     def bound_s(self, search: CpSolver) -> float:
-        """Below any schedule, durations as they were given."""
+        """Return a lower bound in seconds on any schedule."""
         durations = (len(self.runs) + 1) * len(self.problem.chain)
         bound_s = self.ticks.at_least(search.best_objective_bound, durations=durations)
         return bound_s + sum(stage.backward_s for stage in self.problem.costs.stages)
 
-    def found(self, search: CpSolver) -> Solved:
-        """The schedule that the search ended with."""
+    def solution(self, search: CpSolver) -> Solved:
+        """Return the best schedule of a search."""
         ops: list[Compute] = []
         for run in self.runs:
             ops += _ops(search, run)

@@ -1,11 +1,11 @@
-"""Interruptible transfers as amounts at starts and ends of computations; see ``offload``.
+"""Model of interruptible transfers, as amounts at starts and ends of computations; see ``offload``.
 
-An amount is a number of grains, and a tick moves a whole number of them either way. With
-decisions fixed and one bandwidth, the rest is a system of differences with integer right
-sides, half integer ones where both directions share the link: so a tick is half the time that
-all durations are multiples of, and the optimum is found if the scale is exact (``Grains``).
-Elsewhere sizes are rounded up to a ``2**20``-th of their sum: what goes is then the best up to
-that. The schedule is planned again from what goes, with exact sizes and times.
+An amount is a number of grains, and a tick moves a whole number of them in either direction. With
+decisions fixed and one bandwidth, the rest is a system of differences with integer right sides,
+half-integer ones where both directions share the link. So a tick is half of the greatest common
+divisor of all durations, and the result is optimal if the scale is exact (``Grains``). Otherwise
+sizes are rounded up to multiples of a ``2**20``-th of their sum, and the choice of what to offload
+is optimal up to that. The final schedule is computed from that choice with exact sizes and times.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from fxremat.ir import Solved
 from fxremat.solvers.cpsat.scale import MOST_PRESOLVED, MOST_TICKS, Ticks
 from fxremat.solvers.cpsat.search import new_model
 from fxremat.solvers.offload.line import OffloadChain
-from fxremat.solvers.offload.phases import answer
+from fxremat.solvers.offload.phases import schedule_offloads
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpSolver, IntVar, LinearExpr
 
 _COARSE = 1 << 20
-"""Units in the sum of sizes, and the root of the ticks in a step, where nothing is exact."""
+"""Number of units in the sum of sizes, and the square root of the number of ticks in a step, where
+the scale is not exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grains:
-    """Units of time and of bytes that go together.
+    """Units of time and of bytes that fit each other.
 
     Attributes:
         ticks: the unit of time.
         nbytes: bytes of a grain.
-        out, back: grains that a tick moves to the host and from there.
+        out, back: grains that a tick moves to the host and from the host.
     """
 
     ticks: Ticks
@@ -47,7 +48,13 @@ class Grains:
 
     @staticmethod
     def of(line: OffloadChain, seconds: Sequence[float], sizes: Sequence[int]) -> Grains:
-        """Exact for these durations and sizes if numbers stay small, else coarse."""
+        """Return an exact scale if numbers stay small, else a coarse one.
+
+        Args:
+            line: the chain.
+            seconds: durations.
+            sizes: sizes in bytes.
+        """
         rates = (Fraction(line.offload_rate), Fraction(line.prefetch_rate))
         common = math.gcd(*sizes) or 1
         moves = [common / rate for rate in rates]
@@ -73,18 +80,19 @@ class Grains:
         return Grains(ticks, unit_bytes / grains, *(grains // each for each in per_unit))
 
     def up(self, nbytes: int) -> int:
-        """Grains of a size, rounded up."""
+        """Return the grains of a size, rounded up."""
         return math.ceil(nbytes / self.nbytes)
 
 
 class FluidModel:
-    """The model of a problem; ordered, and nothing goes once something came back."""
+    """The model of a problem. Transfers are ordered, and no offload follows a prefetch."""
 
     def __init__(self, line: OffloadChain) -> None:
         self.cp = model = new_model()
         self.line = line
         self.count = len(line)
-        # After each start and before and after each end: what must be away, and what can be.
+        # For each start, and before and after each end: how much must be on the host only, and
+        # how many activations may be.
         needs = [
             (2 * c + late, everything - line.budget, c + after)
             for c in range(2 * self.count)
@@ -110,13 +118,13 @@ class FluidModel:
             for _ in range(2)
         )
         for i in self.moved:
-            self._add_whereabouts(i)
+            self._add_transfer(i)
         self._add_order()
         self._add_link()
         for at, need, done in needs:
             away = [self.out[i][at] - self.back[i][at] for i in self.moved if i < done]
             model.add(sum(away) >= self.grains.up(need))
-            # Rounded up, sizes may seem to be enough.
+            # Sizes in grains are rounded up, so check the sizes in bytes too.
             whole = [
                 line.sizes[i] * self.goes[i]
                 for i in self.moved
@@ -126,29 +134,27 @@ class FluidModel:
         model.minimize(self.times[-1])
 
     def bound_s(self, search: CpSolver) -> float:
-        """Below any schedule, if the scale is exact; else only computations are counted."""
+        """Return a lower bound in seconds; of the computations only, if the scale is not exact."""
         ticks = self.grains.ticks
         bound_s = ticks.seconds(search.best_objective_bound) if ticks.exact else 0.0
         return max(self.line.compute_s, bound_s)
 
-    def found(self, search: CpSolver) -> Solved:
-        """The ordered no-wait schedule that offloads the same (Proposition 1).
+    def solution(self, search: CpSolver) -> Solved:
+        """Return the ordered no-wait schedule that offloads what the search chose (Proposition 1).
 
-        It takes what was minimized, if the scale is exact.
+        Its time is the minimum of the search, if the scale is exact.
         """
         amounts = [0.0] * len(self.line.sizes)
         for i in self.moved:
             if search.boolean_value(self.goes[i]):
                 amounts[i] = float(self.line.sizes[i])
-        found, ticks = answer(self.line, amounts, whole=False), self.grains.ticks
-        return (
-            replace(found, makespan_s=ticks.seconds(search.value(self.times[-1])))
-            if ticks.exact
-            else found
-        )
+        solved, ticks = schedule_offloads(self.line, amounts, whole=False), self.grains.ticks
+        if not ticks.exact:
+            return solved
+        return replace(solved, makespan_s=ticks.seconds(search.value(self.times[-1])))
 
     def _add_times(self, seconds: Sequence[float]) -> None:
-        """Event ``2 c`` is the start of computation ``c``, ``2 c + 1`` its end."""
+        """Add events: ``2 c`` is the start of computation ``c``, ``2 c + 1`` its end."""
         ticks = self.grains.ticks
         grains = sum(self.sizes.values())
         moving = grains // self.grains.out + grains // self.grains.back + 2 * len(self.moved)
@@ -164,11 +170,11 @@ class FluidModel:
         size = self.sizes[i]
         return [self.cp.new_int_var(0, size, "") for _ in range(4 * self.count)]
 
-    def _add_whereabouts(self, i: int) -> None:
-        """All of ``i`` goes once it is computed, and is back before it is read again."""
+    def _add_transfer(self, i: int) -> None:
+        """Offload all of ``i`` after it is computed, and prefetch it before it is read again."""
         model, size, goes = self.cp, self.sizes[i], self.goes[i]
         computed, read = 2 * i - 1, 2 * i + 1
-        wanted = 2 * (2 * self.count - 1 - i)
+        read_again = 2 * (2 * self.count - 1 - i)
         for at in range(4 * self.count):
             out, back = self.out[i][at], self.back[i][at]
             model.add(back <= size * self.all_out[i][at])
@@ -179,7 +185,7 @@ class FluidModel:
                 model.add(out == 0)
             if at <= read:
                 model.add(back == 0)
-            if at >= wanted:
+            if at >= read_again:
                 model.add(back == out)
                 model.add(out == size * goes)
             if at:
@@ -187,9 +193,9 @@ class FluidModel:
                 model.add(back >= self.back[i][at - 1])
 
     def _add_order(self) -> None:
-        """They go in the order of the stages, and come back in the opposite one.
+        """Order offloads as the stages, and prefetches in the opposite order.
 
-        So the last to go is the first to come, and once it does nothing goes.
+        So the last activation offloaded is the first prefetched, and no offload follows a prefetch.
         """
         for i, j in itertools.combinations(self.moved, 2):
             for at in range(4 * self.count):
@@ -199,7 +205,10 @@ class FluidModel:
                 self.cp.add(self.back[i][at] <= self.sizes[i] * last)
 
     def _add_link(self) -> None:
-        """All that goes does so before anything comes, so one lane is as good as two."""
+        """Bound what moves between events.
+
+        One lane suffices, since all offloads precede all prefetches.
+        """
         model, grains = self.cp, self.grains
         most = math.lcm(grains.out, grains.back)
         for at in range(1, 4 * self.count):

@@ -1,7 +1,7 @@
-"""What a sequence of runs holds in memory, as constraints of CP-SAT.
+"""Constraints of CP-SAT on what a sequence of runs holds in memory.
 
-Variables here are 1 where something is held, and may be 1 elsewhere too: they only ever
-count against the budget.
+Variables are 1 where something is held, and may be 1 elsewhere too, since they only count against
+the budget.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class HeldStorage(NamedTuple):
-    """A storage of boundaries ``first … last``; stage ``first - 1`` writes it."""
+    """A storage of boundaries ``first … last``, which stage ``first - 1`` writes."""
 
     units: int
     first: int
@@ -34,7 +34,7 @@ def add_memory(
     unit_bytes: int,
     budget: IntVar,
 ) -> None:
-    """Every forward and backward peaks at ``budget`` units of ``unit_bytes`` or less."""
+    """Bound the peak of every forward and backward by ``budget``, in units of ``unit_bytes``."""
     count = len(chain)
     used: list[list[LinearExpr | int]] = [
         [_rest(chain, costs, every[k], at, unit_bytes) for at in range(count + 1)]
@@ -72,7 +72,7 @@ def add_memory(
 
 
 def all_bytes(chain: Chain, costs: Costs) -> Iterator[int]:
-    """Every size that memory is made of."""
+    """Yield every size that contributes to memory."""
     yield costs.fixed_bytes
     for boundary in chain.boundaries:
         yield from (chain.storages[i].nbytes for i in boundary)
@@ -85,7 +85,7 @@ def all_bytes(chain: Chain, costs: Costs) -> Iterator[int]:
 
 
 def crossings(chain: Chain, unit_bytes: int) -> list[HeldStorage]:
-    """The storages of boundaries that have a size."""
+    """Return the storages of boundaries whose size is not 0."""
     runs: dict[int, tuple[int, int]] = {}
     for at, boundary in enumerate(chain.boundaries):
         for storage in boundary:
@@ -98,7 +98,7 @@ def crossings(chain: Chain, unit_bytes: int) -> list[HeldStorage]:
 
 
 class _Way(NamedTuple):
-    """One of the ways to run ``F_all``; ``private_bytes`` are not of the boundary after it."""
+    """A way to run ``F_all``. ``private_bytes`` are of storages not in the boundary after it."""
 
     private_bytes: int
     keep_extra_bytes: int
@@ -106,7 +106,7 @@ class _Way(NamedTuple):
 
 
 def _ways(chain: Chain, costs: StageCosts, stage: int) -> Iterator[_Way]:
-    """Keeping everything, then the options."""
+    """Yield keeping everything, then the options."""
     after = set(chain.boundaries[stage + 1])
     for option in costs.choices(chain.stages[stage].saved):
         private_bytes = chain.nbytes(chain.added(stage, option.kept) - after)
@@ -116,7 +116,7 @@ def _ways(chain: Chain, costs: StageCosts, stage: int) -> Iterator[_Way]:
 def _rest(
     chain: Chain, costs: Costs, run: RunVariables, at: int, unit_bytes: int
 ) -> LinearExpr | int:
-    """What is held of no boundary: at the forward of stage ``at``, or at the backward."""
+    """Return what is held of no boundary, at the forward of stage ``at``, or at the backward."""
     return sum(
         way.private_bytes // unit_bytes * held
         for i, stage in enumerate(costs.stages)
@@ -127,7 +127,7 @@ def _rest(
 
 
 def _holders(crossing: HeldStorage, count: int) -> tuple[range, range]:
-    """Boundaries, and stages whose saved sets, have the storage."""
+    """Return the boundaries that contain the storage, and the stages whose saved sets do."""
     kept = range(crossing.first, min(crossing.last, count - 1) + 1)
     return kept, range(max(crossing.first - 1, 0), crossing.last)
 
@@ -135,7 +135,11 @@ def _holders(crossing: HeldStorage, count: int) -> tuple[range, range]:
 def _add_once(
     model: CpModel, every: Sequence[RunVariables], crossing: HeldStorage
 ) -> Iterator[tuple[int, int, IntVar]]:
-    """A storage that is in memory at most once: whether it is, by run and place."""
+    """Add variables for a storage that is in memory at most once.
+
+    Yields:
+        Run, place, and a variable that is 1 if the storage is held.
+    """
     count = len(every[0].done)
     kept, saved = _holders(crossing, count)
     for k, run in enumerate(every):
@@ -155,7 +159,11 @@ def _add_once(
 def _add_instances(
     model: CpModel, every: Sequence[RunVariables], crossing: HeldStorage
 ) -> Iterator[tuple[int, int, IntVar]]:
-    """A storage that may be in memory several times, each written in another run."""
+    """Add variables for a storage that may be in memory several times, each written in another run.
+
+    Yields:
+        Run, place, and a variable that is 1 if an instance is held.
+    """
     count = len(every[0].done)
     kept, saved = _holders(crossing, count)
     writer = crossing.first - 1
@@ -167,7 +175,7 @@ def _add_instances(
             if k == origin:
                 source = wrote.forward[writer]
             else:
-                source = model.new_bool_var("")  # the run starts at a boundary with it
+                source = model.new_bool_var("")  # the run starts at a boundary with the instance
                 for s in kept:
                     model.add_bool_or(~run.starts[s], ~in_kept[s], source)
                 for i in saved:

@@ -1,16 +1,16 @@
-"""Schedules of small joins by CP-SAT: the best of all memory-persistent ones.
+"""Optimal memory-persistent schedules of small joins by CP-SAT.
 
-A sequence of operations is a number of steps; each step runs one operation (``F_none``,
-``F_ck``, ``F_all``, ``B``, or ``F_all`` and ``B`` as a rebuild) of one stage, or is idle at the
-end. What is held between steps follows, boundary by boundary and line by line (a line is a
-branch or the trunk). What is searched are the memory-persistent schedules: operations of
-several branches may alternate in any way, so that the optimum may be below that of the
-canonical schedules that the solver ``join`` finds. Its schedule is where the search starts.
+A sequence of operations is a number of steps. Each step runs one operation (``F_none``, ``F_ck``,
+``F_all``, ``B``, or ``F_all`` and ``B`` as a rebuild) of one stage, or is idle at the end. The
+operations determine what is held between steps, boundary by boundary and line by line (a line is a
+branch or the trunk). The search covers all memory-persistent schedules. Operations of several
+branches may alternate in any way, so the optimum may be below that of the canonical schedules of
+the solver ``join``. The search starts from that solver's schedule.
 
-``default_steps`` are enough where every run of forwards ends in a backward or in the trunk.
+``default_steps`` suffice where every run of forwards ends in a backward or in the trunk.
 
-Exact in bytes; exact in seconds under the conditions in ``scale``. Exponential in the worst
-case: meant for two branches of two or three stages.
+It is exact in bytes, and exact in seconds under the conditions in ``scale``. Complexity:
+exponential in the worst case; meant for two branches of two or three stages.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ if TYPE_CHECKING:
 
 
 def default_steps(join: Join) -> int:
-    """``n (n + 1) / 2 + n T`` for a branch of ``n`` stages, ``T (T + 3) / 2 + 1`` for a trunk."""
-    turns = len(join.trunk)
-    trunk = turns * (turns + 1) // 2 + turns + 1
-    return trunk + sum(n * (n + 1) // 2 + n * turns for n in map(len, join.branches))
+    """Return ``n (n + 1) / 2 + n T`` per branch of ``n`` stages, plus ``T (T + 3) / 2 + 1``.
+
+    ``T`` is the number of trunk stages.
+    """
+    trunk_stages = len(join.trunk)
+    trunk = trunk_stages * (trunk_stages + 1) // 2 + trunk_stages + 1
+    return trunk + sum(n * (n + 1) // 2 + n * trunk_stages for n in map(len, join.branches))
 
 
 def solve(
@@ -54,56 +57,55 @@ def solve(
     time_limit_s: float = 60.0,
     workers: int = 1,
 ) -> Solution:
-    """The fastest memory-persistent schedule within the budget, proved by CP-SAT.
+    """Find the fastest memory-persistent schedule within the budget, with proof of optimality.
 
     Args:
         problem: the join, its costs and the budget.
-        steps: of a schedule, at most; ``None``: ``default_steps``.
-        time_limit_s: of each search, that for time and that for the least budget.
-        workers: threads of CP-SAT.
+        steps: maximum number of steps of a schedule; ``None``: ``default_steps``.
+        time_limit_s: seconds for each of two searches, for time and for the least budget.
+        workers: number of CP-SAT's threads.
 
     Returns:
         ``Solved``; ``Infeasible`` with the exact least budget; or ``TimedOut`` with the best
-        schedule so far (at least the canonical one) and a bound, infinite if only the least
-        budget was not found.
+        schedule so far (never worse than the canonical one) and a lower bound in seconds. The bound
+        is infinite if only the search for the least budget timed out.
 
     Raises:
-        ValueError: a storage lies in two boundaries of a line, or the sizes are too large to
-            add up.
+        ValueError: a storage is in two boundaries of a line, or the sizes are too large to add up.
     """
     _check_sharing(problem.join)
     count = default_steps(problem.join) if steps is None else steps
     canonical = general.solve(problem)
-    known = canonical if isinstance(canonical, Solved) else None
+    incumbent = canonical if isinstance(canonical, Solved) else None
     search = new_search(time_limit_s=time_limit_s, workers=workers)
     model = _Model(problem, count)
     model.minimize_seconds()
-    if known is not None:
-        model.hint(known.schedule.computations)
-    found = fastest(search, model, known)
-    if found is not None:
-        return found
-    if known is not None:  # too few steps were allowed
-        return TimedOut(known, 0.0)
+    if incumbent is not None:
+        model.hint(incumbent.schedule.computations)
+    solution = fastest(search, model, incumbent)
+    if solution is not None:
+        return solution
+    if incumbent is not None:  # ``steps`` is too low for any schedule
+        return TimedOut(incumbent, 0.0)
     model = _Model(problem, count, any_budget=True)
     return least_budget(search, model.cp, model.budget, model.unit_bytes)
 
 
 def _check_sharing(join: Join) -> None:
     for line, chain in enumerate(join.lines):
-        seen: set[int] = set()
+        earlier: set[int] = set()
         for boundary in chain.boundaries:
             for storage in boundary:
-                if storage in seen:
+                if storage in earlier:
                     raise ValueError(f"storage {storage} lies in two boundaries of line {line}")
-                seen.add(storage)
+                earlier.add(storage)
 
 
 class _Model(JoinSteps):
-    """The steps as operations, and their time."""
+    """The model of the schedules of a join, with their time."""
 
     def minimize_seconds(self) -> None:
-        """Backwards are left out: each runs once."""
+        """Minimize the seconds of forwards and rebuilds. Each backward runs once."""
         longest_s = sum(max(stage.forward_s, stage.rebuild_s) for stage in self.costs)
         durations = [t for stage in self.costs for t in (stage.forward_s, stage.rebuild_s)]
         self.ticks = Ticks.of(durations, total_s=len(self.steps) * longest_s)
@@ -117,12 +119,12 @@ class _Model(JoinSteps):
         )
 
     def bound_s(self, search: CpSolver) -> float:
-        """Below any schedule, durations as they were given."""
+        """Return a lower bound in seconds on any schedule."""
         bound_s = self.ticks.at_least(search.best_objective_bound, durations=len(self.steps))
         return bound_s + sum(stage.backward_s for stage in self.costs)
 
     def hint(self, ops: tuple[Compute, ...]) -> None:
-        """Let the search start from a schedule."""
+        """Start the search from a schedule."""
         ran: set[int] = set()
         index = 0
         for step in self.steps:
@@ -137,15 +139,15 @@ class _Model(JoinSteps):
             for way, variable in _ways(step):
                 self.cp.add_hint(variable, way == chosen)
 
-    def found(self, search: CpSolver) -> Solved:
-        """The schedule that a search ended with."""
+    def solution(self, search: CpSolver) -> Solved:
+        """Return the best schedule of a search."""
         ways = (pair for step in self.steps for pair in _ways(step))
         ops = [op for way, variable in ways if search.boolean_value(variable) for op in way]
         return Solved(Schedule(tuple(ops)), seconds_of(self.costs, ops))
 
 
 def _ways(step: StepVariables) -> Iterator[tuple[tuple[Compute, ...], IntVar]]:
-    """What a step may be, and whether it is."""
+    """Yield each way to fill a step, and its variable."""
     for i in range(len(step.none)):
         forward, back = {keep: Forward(i, keep) for keep in Keep}, Backward(i)
         yield (forward[Keep.NONE],), step.none[i]

@@ -1,4 +1,4 @@
-"""Sequences of operations of a join as variables of CP-SAT, with what they hold in memory."""
+"""Sequences of operations of a join as variables of CP-SAT, and what they hold in memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepVariables:
-    """What happens in one step, and what is held before it. By stage unless said otherwise.
+    """Variables of one step: which operation runs, and what is held before it.
+
+    Each list has one variable per stage if not stated otherwise.
 
     Attributes:
-        none, ck, all, rebuild, back: whether it is this operation.
-        done: whether the stage's backward is done.
+        none, ck, all, rebuild, back: whether this operation runs.
+        done: whether the stage's backward has run.
         kept, saved: whether its boundary and saved set are held.
-        flight: by line and boundary: whether it is in flight. Boundary 0 of the trunk is
-            not: it is the ends of the branches.
+        flight: by line and boundary, whether the boundary is held only for the next forward.
+            Boundary 0 of the trunk is never held that way, as it consists of the ends of the
+            branches.
         ran: whether the trunk's last stage has run.
     """
 
@@ -40,22 +43,22 @@ class StepVariables:
     ran: IntVar
 
     def forward(self, stage: int) -> LinearExpr:
-        """Whether the stage's forward runs, its backward not with it."""
+        """Return whether the stage's forward runs without its backward."""
         return self.none[stage] + self.ck[stage] + self.all[stage]
 
     def any(self, stage: int) -> LinearExpr:
-        """Whether the stage runs in any way."""
+        """Return whether the stage runs in any way."""
         return self.forward(stage) + self.rebuild[stage] + self.back[stage]
 
 
 class JoinSteps:
-    """All memory-persistent schedules of a join of at most ``count`` steps.
+    """The model of all memory-persistent schedules of a join of at most ``count`` steps.
 
     Attributes:
         cp: the model.
         presolved: see ``search.Model``.
-        steps: of a schedule.
-        budget: in units of ``unit_bytes``.
+        steps: variables of each step.
+        budget: variable of the budget in units of ``unit_bytes``.
     """
 
     def __init__(self, problem: JoinProblem, count: int, *, any_budget: bool = False) -> None:
@@ -65,7 +68,7 @@ class JoinSteps:
         self.first = join.first_stages
         self.stages = self.first[-1]
         self.trunk = len(join.branches)
-        self.turn = self.first[self.trunk]  # the trunk's first stage
+        self.trunk_start = self.first[self.trunk]
         self.costs = costs.stages
         lines = list(enumerate(join.lines))
         self.written = [
@@ -79,17 +82,17 @@ class JoinSteps:
         self.inputs = [join.nbytes(line.boundaries[0]) for line in join.branches]
         sizes = list(self._sizes())
         self.unit_bytes = byte_unit(sizes)
-        most = 3 * sum(sizes) // self.unit_bytes  # coefficients of one constraint on memory
+        most = 3 * sum(sizes) // self.unit_bytes  # sum of coefficients of one memory constraint
         self.presolved = most <= MOST_PRESOLVED
         least = 0 if any_budget else min(most, problem.budget_bytes // self.unit_bytes)
         self.steps = [self._step(k, count) for k in range(count + 1)]
         self.budget = self.cp.new_int_var(least, most if any_budget else least, "budget")
-        self._start(self.steps[0])
+        self._add_start(self.steps[0])
         for step, after in pairwise(self.steps):
-            self._valid(step)
-            self._persistent(step)
-            self._next(step, after)
-            self._memory(step)
+            self._add_valid(step)
+            self._add_persistent(step)
+            self._add_next(step, after)
+            self._add_memory(step)
         for done in self.steps.pop().done:
             self.cp.add(done == 1)
 
@@ -105,7 +108,7 @@ class JoinSteps:
             yield stage.rebuild_bytes
 
     def _step(self, k: int, count: int) -> StepVariables:
-        """Free variables; after the last step only what is held."""
+        """Return new variables of a step. After the last step there are none for operations."""
 
         def some(name: str, length: int) -> list[IntVar]:
             return [self.cp.new_bool_var(f"{name}_{k}_{i}") for i in range(length)]
@@ -125,19 +128,19 @@ class JoinSteps:
         )
 
     def _lines(self) -> Iterator[tuple[int, range]]:
-        """Every line and its stages."""
+        """Yield every line and its stages."""
         for line in range(self.trunk + 1):
             yield line, range(self.first[line], self.first[line + 1])
 
-    def _start(self, step: StepVariables) -> None:
+    def _add_start(self, step: StepVariables) -> None:
         for variable in (*step.done, *step.kept, *step.saved, step.ran):
             self.cp.add(variable == 0)
         for line, flight in enumerate(step.flight):
             for at, variable in enumerate(flight):
                 self.cp.add(variable == (at == 0 and line < self.trunk))
 
-    def _valid(self, step: StepVariables) -> None:
-        """One operation, none only after all is done; what it reads is in memory."""
+    def _add_valid(self, step: StepVariables) -> None:
+        """Run one operation until all is done, only if what it reads is in memory."""
         cp = self.cp
         cp.add(sum(step.any(i) for i in range(self.stages)) == 1 - self._finished(step))
         for line, stages in self._lines():
@@ -153,7 +156,7 @@ class JoinSteps:
                 if i + 1 < stages.stop:
                     cp.add(back <= step.done[i + 1])
                 if line < self.trunk:
-                    cp.add(back <= step.done[self.turn])
+                    cp.add(back <= step.done[self.trunk_start])
                 elif i + 1 == self.stages:
                     cp.add(step.rebuild[i] <= step.ran)
 
@@ -165,8 +168,8 @@ class JoinSteps:
         return finished
 
     def _sources(self, step: StepVariables, line: int, i: int) -> Iterator[list[IntVar]]:
-        """For each part of what stage ``i`` reads, where it may be."""
-        if i == self.turn:
+        """Yield variables of the places that may hold each part of what stage ``i`` reads."""
+        if i == self.trunk_start:
             for branch, stages in self._lines():
                 if branch < self.trunk:
                     last = step.saved[stages.stop - 1]
@@ -181,25 +184,25 @@ class JoinSteps:
         if i + 1 < self.first[line + 1]:
             yield step.kept[i + 1]
         elif line < self.trunk:
-            yield step.kept[self.turn]
+            yield step.kept[self.trunk_start]
 
-    def _persistent(self, step: StepVariables) -> None:
-        """What makes a schedule of a join memory-persistent."""
+    def _add_persistent(self, step: StepVariables) -> None:
+        """Add the constraints of memory-persistent schedules."""
         cp = self.cp
-        busy = self._trunk_is_readable(step)
+        trunk_readable = self._trunk_is_readable(step)
         for line, stages in self._lines():
             for i in stages:
                 place = i - stages.start
-                # F_none reads no kept boundary, and something reads what it writes.
+                # F_none reads no kept boundary, and a later operation reads what it writes.
                 flights = [step.flight[line][place]]
-                if i == self.turn:
+                if i == self.trunk_start:
                     flights = [flight[-1] for flight in step.flight[: self.trunk]]
                 for flight in flights:
                     cp.add(step.none[i] + step.kept[i] - flight <= 1)
                 if i + 1 < stages.stop:
                     cp.add(step.none[i] + step.done[i + 1] <= 1)
                 elif line < self.trunk:
-                    cp.add(step.none[i] + step.done[self.turn] <= 1)
+                    cp.add(step.none[i] + step.done[self.trunk_start] <= 1)
                 else:
                     cp.add(step.none[i] == 0)
                 # A second F_all right before its backward is a rebuild.
@@ -208,65 +211,65 @@ class JoinSteps:
                 cp.add_bool_or(~step.all[i], *(~r for r in (*ready, *again)))
                 forward = step.forward(i) + step.rebuild[i]
                 if line < self.trunk:
-                    cp.add(forward + busy <= 1)
+                    cp.add(forward + trunk_readable <= 1)
                 # Nothing runs between F_all and B.
                 for j in stages:
-                    blocked = self._all_of([step.saved[j], *self._level(step, line, j)])
-                    cp.add(forward + blocked <= 1)
-                self._only_the_deepest(step, line, i, forward)
+                    runs_next = self._all_of([step.saved[j], *self._level(step, line, j)])
+                    cp.add(forward + runs_next <= 1)
+                self._add_only_the_deepest(step, line, i, forward)
 
     def _ready(self, step: StepVariables, line: int, i: int) -> list[IntVar]:
-        """What is 1 when the backward of stage ``i`` may come next, if it is not done."""
+        """Return variables that are all 1 if stage ``i``'s backward is next, unless it is done."""
         after = [step.done[i + 1]] if i + 1 < self.first[line + 1] else []
-        return after + ([step.done[self.turn]] if line < self.trunk else [])
+        return after + ([step.done[self.trunk_start]] if line < self.trunk else [])
 
     def _level(self, step: StepVariables, line: int, j: int) -> list[LiteralT]:
-        """What is 1 when stage ``j`` is the deepest of its line whose backward is missing."""
+        """Return literals that are all 1 if the backward of stage ``j`` is next in its line."""
         missing: list[LiteralT] = [~step.done[j]]
         return [*missing, *([step.done[j + 1]] if j + 1 < self.first[line + 1] else [])]
 
-    def _only_the_deepest(
+    def _add_only_the_deepest(
         self, step: StepVariables, line: int, i: int, forward: LinearExpr
     ) -> None:
         stages = range(self.first[line], self.first[line + 1])
         place = i - stages.start
-        mine = step.flight[line][place]
+        in_flight = step.flight[line][place]
         for at, flight in enumerate(step.flight[line]):
             if at == place or (line == self.trunk and at in (0, len(stages))):
                 continue
-            done = step.done[stages[at]] if at < len(stages) else step.done[self.turn]
+            done = step.done[stages[at]] if at < len(stages) else step.done[self.trunk_start]
             self.cp.add(forward + flight - done <= 1)
         for r in range(i + 1, stages.stop):
             for held in (step.kept[r], step.saved[r - 1]):
-                self.cp.add(forward + held - step.done[r] - mine <= 1)
+                self.cp.add(forward + held - step.done[r] - in_flight <= 1)
 
     def _trunk_is_readable(self, step: StepVariables) -> IntVar:
-        """Whether a boundary of the trunk is in memory that a missing backward can use."""
+        """Return whether memory holds a boundary of the trunk that a remaining backward can use."""
         cp = self.cp
-        busy = cp.new_bool_var("")
-        for i in range(self.turn, self.stages):
-            place = i - self.turn
-            if i > self.turn:
+        readable = cp.new_bool_var("")
+        for i in range(self.trunk_start, self.stages):
+            place = i - self.trunk_start
+            if i > self.trunk_start:
                 for held in (step.flight[self.trunk][place], step.kept[i], step.saved[i - 1]):
-                    cp.add_bool_or(~held, step.done[i], busy)
-            blocked = self._all_of([step.saved[i], *self._level(step, self.trunk, i)])
-            cp.add_implication(blocked, busy)
+                    cp.add_bool_or(~held, step.done[i], readable)
+            runs_next = self._all_of([step.saved[i], *self._level(step, self.trunk, i)])
+            cp.add_implication(runs_next, readable)
         parts = []
-        for sources in self._sources(step, self.trunk, self.turn):
+        for sources in self._sources(step, self.trunk, self.trunk_start):
             part = cp.new_bool_var("")
             cp.add_max_equality(part, sources)
             parts.append(part)
-        cp.add_bool_or(*(~part for part in parts), step.done[self.turn], busy)
-        return busy
+        cp.add_bool_or(*(~part for part in parts), step.done[self.trunk_start], readable)
+        return readable
 
     def _all_of(self, variables: Sequence[LiteralT]) -> IntVar:
-        """At least their conjunction."""
+        """Return a variable that is 1 if all of ``variables`` are, and may be 1 otherwise."""
         every = self.cp.new_bool_var("")
         self.cp.add_bool_or(*(~v for v in variables), every)
         return every
 
-    def _next(self, step: StepVariables, after: StepVariables) -> None:
-        """What is held once the operation is done."""
+    def _add_next(self, step: StepVariables, after: StepVariables) -> None:
+        """Add the constraints on what is held after the operation."""
         cp = self.cp
         for i in range(self.stages):
             back = step.back[i] + step.rebuild[i]
@@ -289,7 +292,7 @@ class JoinSteps:
             for at, flight in enumerate(step.flight[line]):
                 gone = moved
                 if line < self.trunk and at == len(stages):
-                    gone = moved + step.any(self.turn)
+                    gone = moved + step.any(self.trunk_start)
                 written = step.forward(stages[at - 1]) if at else 0
                 later = after.flight[line][at]
                 cp.add(later >= flight - gone)
@@ -297,7 +300,7 @@ class JoinSteps:
                 cp.add(later <= flight + written)
                 cp.add(later <= 1 - gone + written)
 
-    def _memory(self, step: StepVariables) -> None:
+    def _add_memory(self, step: StepVariables) -> None:
         unit, costs = self.unit_bytes, self.problem.costs
         held = []
         for line, stages in self._lines():
@@ -323,7 +326,7 @@ class JoinSteps:
         self.cp.add(total <= self.budget).only_enforce_if(active)
 
     def _is_held(self, step: StepVariables, line: int, at: int) -> IntVar:
-        """Whether a boundary is in memory during the operation, but for what that writes."""
+        """Return whether a boundary is in memory during the operation, unless that writes it."""
         stages = range(self.first[line], self.first[line + 1])
         held = self.cp.new_bool_var("")
         if at:
@@ -331,20 +334,20 @@ class JoinSteps:
         if at < len(stages):
             self.cp.add(held >= step.kept[stages[at]])
         elif line < self.trunk:
-            self.cp.add(held >= step.kept[self.turn])
-        landed = [step.any(i) for i in stages if i - stages.start != at]
-        self.cp.add(held >= step.flight[line][at] - sum(landed))
+            self.cp.add(held >= step.kept[self.trunk_start])
+        others = [step.any(i) for i in stages if i - stages.start != at]
+        self.cp.add(held >= step.flight[line][at] - sum(others))
         return held
 
     def _gradients(self, step: StepVariables) -> LinearExpr:
         unit, costs = self.unit_bytes, self.problem.costs
-        turned = step.done[self.turn]
-        total = costs.trunk_done_bytes // unit * turned
+        trunk_done = step.done[self.trunk_start]
+        total = costs.trunk_done_bytes // unit * trunk_done
         for line, stages in self._lines():
             for i in stages:
                 after = step.done[i + 1] if i + 1 < stages.stop else 1
                 if line < self.trunk and i + 1 == stages.stop:
-                    after = turned
+                    after = trunk_done
                 total += self.costs[i].gradient_bytes // unit * (after - step.done[i])
             if line < self.trunk:
                 total += costs.left_bytes[line] // unit * step.done[stages.start]

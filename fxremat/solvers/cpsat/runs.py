@@ -1,4 +1,4 @@
-"""Sequences of operations as variables of CP-SAT: which are valid, whatever the memory."""
+"""Valid sequences of operations as variables of CP-SAT, regardless of memory."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunVariables:
-    """Consecutive forwards and at most one backward. A list has an entry a stage, 0 or 1.
+    """Variables of a run, which is consecutive forwards and at most one backward.
+
+    Each is 0 or 1, and a list has one per stage.
 
     Attributes:
-        none, ck, all, rebuild: how the stage runs in it, if it does.
-        forward: whether it does.
-        starts: whether the run starts with it.
-        back: whether the run ends with its backward.
-        done: whether its backward was done before.
-        kept, saved: whether boundary and saved set are held before the run.
-        kept_after, saved_after: whether they are after its forwards.
-        option: with which option ``F_all`` runs; an entry a stage and option, 0 for none.
-        held, held_after: whether the option's saved set is held before and after. May be 1
-            where it is not: they only ever count against memory and time.
+        none, ck, all, rebuild: how the stage runs in this run, if it does.
+        forward: whether the stage runs.
+        starts: whether the run starts with the stage.
+        back: whether the run ends with the stage's backward.
+        done: whether its backward has run before.
+        kept, saved: whether its boundary and saved set are held before the run.
+        kept_after, saved_after: whether they are held after the run's forwards.
+        option: for each option, 0 for everything, whether ``F_all`` runs with it.
+        held, held_after: for each option, whether its saved set is held before the run and after
+            its forwards. They may be 1 where it is not, since they only count against memory and
+            time.
     """
 
     none: list[IntVar]
@@ -52,9 +55,13 @@ class RunVariables:
 def add_runs(
     model: CpModel, options: Sequence[int], runs: int, *, persistent: bool
 ) -> list[RunVariables]:
-    """Every valid sequence of at most ``runs`` runs, and no other; see ``chain``.
+    """Add variables for every valid sequence of at most ``runs`` runs, and no other; see ``chain``.
 
-    ``options`` says how many ways to run ``F_all`` each stage has.
+    Args:
+        model: the model.
+        options: number of ways to run ``F_all`` of each stage.
+        runs: maximum number of runs.
+        persistent: whether only memory-persistent sequences are valid.
     """
     count = len(options)
 
@@ -87,7 +94,7 @@ def add_runs(
 
 
 def level(run: RunVariables, stage: int) -> LinearExpr:
-    """1 if the backward of ``stage`` is the next one before ``run``, as an expression."""
+    """Return an expression that is 1 if the backward of ``stage`` is next before ``run``."""
     after = run.done[stage + 1] if stage + 1 < len(run.done) else 1
     return after - run.done[stage]
 
@@ -98,7 +105,7 @@ def _add_forwards(model: CpModel, run: RunVariables) -> None:
         forward = run.forward[i]
         model.add(run.none[i] + run.ck[i] + run.all[i] + run.rebuild[i] == forward)
         model.add_implication(forward, ~run.done[i])
-        # No boundary is written that is held.
+        # A boundary that is held is not written.
         model.add_implication(forward, ~run.saved[i])
         if i + 1 < count:
             model.add_implication(forward, ~run.kept[i + 1])
@@ -107,7 +114,7 @@ def _add_forwards(model: CpModel, run: RunVariables) -> None:
         model.add(run.starts[i] <= forward)
         if i:
             model.add(run.starts[i] + earlier <= 1)
-        # Kept after: kept now, or before and not read since. Rebuilds leave nothing.
+        # A boundary is kept after: kept in this run, or before and not read. Rebuilds keep nothing.
         after = run.kept_after[i]
         model.add(after >= run.ck[i] + run.all[i])
         model.add(after >= run.kept[i] - forward)
@@ -133,7 +140,7 @@ def _add_backward(model: CpModel, run: RunVariables) -> None:
         if i + 1 < count:
             model.add_implication(run.back[i], run.done[i + 1])
             model.add_implication(run.rebuild[i], run.done[i + 1])
-            # A second F_all with its B is a rebuild. Only the last stage runs for the first
+            # A repeated F_all with its B is a rebuild. Only the last stage runs for the first
             # time while its backward is next, see _add_ends.
             model.add_bool_or(~run.back[i], ~run.all[i])
 
@@ -142,7 +149,7 @@ def _add_persistent(model: CpModel, run: RunVariables) -> None:
     count = len(run.done)
     for i in range(count):
         last = i + 1 == count
-        # Who reads a kept boundary keeps it; what F_none writes is read.
+        # A forward that reads a kept boundary keeps it, and what F_none writes is read.
         model.add_bool_or(~run.none[i], ~run.starts[i], ~run.kept[i])
         model.add_implication(run.none[i], ~run.done[i + 1] if not last else ~run.none[i])
         if not last:
@@ -169,7 +176,7 @@ def _add_next(model: CpModel, before: RunVariables, run: RunVariables) -> None:
             model.add(held >= held_after - before.back[i])
         where = [run.kept[i], *([run.saved[i - 1]] if i else [])]
         model.add_bool_or(~run.starts[i], *where)
-    # An operation in every run until all is done, and no backward that belongs to the run before.
+    # Every run has an operation until all is done, and no backward that fits into the run before.
     model.add(sum(run.starts) + sum(run.back) <= 2 * (sum(before.starts) + sum(before.back)))
     model.add(sum(run.back) <= sum(run.starts) + sum(before.back))
 
@@ -182,7 +189,7 @@ def _add_ends(model: CpModel, every: Sequence[RunVariables]) -> None:
         if i:
             model.add(first.starts[i] == 0)
         model.add_exactly_one([run.back[i] for run in every])
-        # Follows from the rest, and says it to the bound: the first time is no rebuild.
+        # Redundant, but tightens the bound: the first forward of a stage is not a rebuild.
         model.add(sum(run.forward[i] - run.rebuild[i] for run in every) >= 1)
     last = count - 1
     for k, run in enumerate(every):
@@ -193,10 +200,14 @@ def _add_ends(model: CpModel, every: Sequence[RunVariables]) -> None:
 
 
 def add_hint(model: CpModel, every: Sequence[RunVariables], ops: Sequence[Compute]) -> bool:
-    """Let the search start from a schedule; whether it has no more runs than there are.
+    """Start the search from a schedule.
 
-    Requires: it is valid, and ``F_all`` followed by its ``B`` is a rebuild unless it is the
-    first time that the stage runs.
+    Requires:
+        The schedule is valid, and ``F_all`` followed by its ``B`` is a rebuild unless the stage
+        runs for the first time.
+
+    Returns:
+        Whether the schedule has few enough runs.
     """
     parts = _split(ops)
     if len(parts) > len(every):
@@ -210,7 +221,7 @@ def add_hint(model: CpModel, every: Sequence[RunVariables], ops: Sequence[Comput
     search = new_search(time_limit_s=math.inf, workers=1)
     search.parameters.stop_after_first_solution = True
     search.parameters.cp_model_presolve = False
-    search.solve(decided)  # what the other variables are then
+    search.solve(decided)  # determines the other variables
     for index in range(len(model.proto.variables)):
         variable = model.get_int_var_from_proto_index(index)
         model.add_hint(variable, search.value(variable))
@@ -218,22 +229,32 @@ def add_hint(model: CpModel, every: Sequence[RunVariables], ops: Sequence[Comput
 
 
 def _variable(run: RunVariables, op: Compute, last: Compute, ran: set[int]) -> IntVar:
-    """What is 1 where ``op`` is in a run that ends with ``last``, after the stages that ``ran``."""
+    """Return the variable that is 1 if ``op`` runs.
+
+    Args:
+        run: the run.
+        op: an operation of the run.
+        last: the last operation of the run.
+        ran: stages that have run. The stage of ``op`` is added.
+    """
     i = op.stage
     if isinstance(op, Backward):
         return run.back[i]
     if op.keep is not Keep.ALL:
-        found = run.ck[i] if op.keep is Keep.INPUT else run.none[i]
+        variable = run.ck[i] if op.keep is Keep.INPUT else run.none[i]
     elif i in ran and last == Backward(i):
-        found = run.rebuild[i]
+        variable = run.rebuild[i]
     else:
-        found = run.option[i][op.option]
+        variable = run.option[i][op.option]
     ran.add(i)
-    return found
+    return variable
 
 
 def _split(ops: Sequence[Compute]) -> list[list[Compute]]:
-    """Into runs: a backward ends one, and so does a forward that the next does not follow."""
+    """Split operations into runs.
+
+    A run ends with a backward, or before a forward that does not continue it.
+    """
     parts: list[list[Compute]] = []
     before: Compute | None = None
     for op in ops:

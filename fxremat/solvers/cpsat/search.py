@@ -1,4 +1,4 @@
-"""How CP-SAT is asked about a model; it is loaded with the first of them."""
+"""Searches of CP-SAT, which is imported with the first of them."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """Schedules of a problem as variables, with their time as the objective.
+    """The schedules of a problem as variables, with their time as the objective.
 
     Attributes:
         cp: the model.
-        presolved: its coefficients are small enough for presolve, see ``scale``.
+        presolved: whether its coefficients are small enough for presolve, see ``scale``.
     """
 
     cp: CpModel
     presolved: bool
 
-    def found(self, search: CpSolver) -> Solved:
-        """The schedule that a search ended with."""
+    def solution(self, search: CpSolver) -> Solved:
+        """Return the best schedule of a search."""
 
     def bound_s(self, search: CpSolver) -> float:
-        """Below any schedule, durations as they were given."""
+        """Return a lower bound in seconds on any schedule."""
 
 
 def new_model() -> CpModel:
-    """A model without variables."""
-    from ortools.sat.python import cp_model  # noqa: PLC0415  (half a second, for few)
+    """Return a model without variables."""
+    from ortools.sat.python import cp_model  # noqa: PLC0415  # takes half a second
 
     return cp_model.CpModel()
 
 
 def new_search(*, time_limit_s: float, workers: int) -> CpSolver:
-    """A solver that takes so long for each search, in so many threads."""
-    from ortools.sat.python import cp_model  # noqa: PLC0415  (half a second, for few)
+    """Return a CP-SAT solver with a time limit for each search and a number of threads."""
+    from ortools.sat.python import cp_model  # noqa: PLC0415  # takes half a second
 
     search = cp_model.CpSolver()
     search.parameters.max_time_in_seconds = time_limit_s
@@ -46,28 +46,38 @@ def new_search(*, time_limit_s: float, workers: int) -> CpSolver:
     return search
 
 
-def fastest(search: CpSolver, model: Model, known: Solved | None = None) -> Solution | None:
-    """The best schedule of a model, or of what there is so far; ``None``: there is none."""
-    from ortools.sat.python import cp_model  # noqa: PLC0415  (half a second, for few)
+def fastest(search: CpSolver, model: Model, incumbent: Solved | None = None) -> Solution | None:
+    """Find the best schedule of a model.
+
+    Args:
+        search: CP-SAT's solver.
+        model: the model.
+        incumbent: a schedule that is valid in any case.
+
+    Returns:
+        The optimum; ``TimedOut`` with the better one of ``incumbent`` and the search's best
+        schedule; ``None`` if the model is infeasible.
+    """
+    from ortools.sat.python import cp_model  # noqa: PLC0415  # takes half a second
 
     search.parameters.cp_model_presolve = model.presolved
     status = search.solve(model.cp)
     if status == cp_model.INFEASIBLE:
         return None
-    found = model.found(search) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    if found is not None and status == cp_model.OPTIMAL:
-        return found
-    if known is None or (found is not None and found.makespan_s < known.makespan_s):
-        known = found
+    solution = model.solution(search) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    if solution is not None and status == cp_model.OPTIMAL:
+        return solution
+    if incumbent is None or (solution is not None and solution.makespan_s < incumbent.makespan_s):
+        incumbent = solution
     bound_s = model.bound_s(search)
-    return TimedOut(known, bound_s if known is None else min(bound_s, known.makespan_s))
+    return TimedOut(incumbent, bound_s if incumbent is None else min(bound_s, incumbent.makespan_s))
 
 
 def least_budget(
     search: CpSolver, cp: CpModel, budget: IntVar, unit_bytes: int
 ) -> Infeasible | TimedOut:
-    """The least ``budget`` of a model in which it is free."""
-    from ortools.sat.python import cp_model  # noqa: PLC0415  (half a second, for few)
+    """Find the least value of a model's variable ``budget``."""
+    from ortools.sat.python import cp_model  # noqa: PLC0415  # takes half a second
 
     cp.minimize(budget)
     if search.solve(cp) != cp_model.OPTIMAL:

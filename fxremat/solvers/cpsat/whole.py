@@ -1,4 +1,4 @@
-"""Whole transfers as intervals; see ``offload``."""
+"""Model of whole transfers as intervals; see ``offload``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class WholeModel:
-    """The model of a problem; its objective is the end of the last backward."""
+    """The model of a problem. It minimizes the end of the last backward."""
 
     def __init__(self, line: OffloadChain, *, ordered: bool) -> None:
         self.cp = new_model()
@@ -46,20 +46,20 @@ class WholeModel:
         self.moved = [i for i in line.movable if line.sizes[i]]
         self._add_times(seconds, out, back)
         self._add_lanes(ordered)
-        self._add_room()
+        self._add_memory()
         self.cp.minimize(self.end[-1])
 
     def bound_s(self, search: CpSolver) -> float:
-        """Below any schedule, durations as they were given."""
+        """Return a lower bound in seconds on any schedule."""
         durations = 4 * (self.count + len(self.moved))
         bound_s = self.ticks.at_least(search.best_objective_bound, durations=durations)
         return max(self.line.compute_s, bound_s)
 
-    def found(self, search: CpSolver) -> Solved:
-        """A sequence that a no-wait replay runs at these times or earlier.
+    def solution(self, search: CpSolver) -> Solved:
+        """Return a sequence whose no-wait replay has the times of the search, or earlier ones.
 
-        Prefetches follow the computation that they were found in or after, offloads whatever
-        acquires memory before they begin.
+        Prefetches follow the computation in or after which the search placed them. Offloads precede
+        whatever acquires memory after they begin.
         """
         start = {c: search.value(v) for c, v in enumerate(self.start)}
         gone = [i for i in self.moved if search.boolean_value(self.goes[i])]
@@ -87,7 +87,7 @@ class WholeModel:
         self.end: list[LinearExpr] = [
             start + self.ticks.count(s) for start, s in zip(self.start, seconds, strict=True)
         ]
-        model.add(self.start[0] == 0)  # all that is there is read by it
+        model.add(self.start[0] == 0)  # nothing can be offloaded before, since it reads all
         for c in range(1, len(seconds)):
             model.add(self.start[c] >= self.end[c - 1])
         self.goes = {i: model.new_bool_var(f"goes_{i}") for i in self.moved}
@@ -121,14 +121,14 @@ class WholeModel:
             model.add_no_overlap(lane)
         if not ordered:
             return
-        # So the last to go is the first to come, and once it does nothing goes.
+        # So the last offloaded is the first prefetched, and no offload follows a prefetch.
         for i, j in itertools.combinations(self.moved, 2):
             both = (self.goes[i], self.goes[j])
             model.add(self.gone[i] <= self.out[j]).only_enforce_if(*both)
             model.add(self.back[j] + self.back_ticks[j] <= self.back[i]).only_enforce_if(*both)
 
-    def _add_room(self) -> None:
-        """Memory at starts and ends of computations, and at starts of prefetches."""
+    def _add_memory(self) -> None:
+        """Bound the memory at starts and ends of computations, and at starts of prefetches."""
         steps = 2 * self.count
         # Where a prefetch begins: while computation c runs, or between it and the next.
         self.place: dict[int, list[tuple[IntVar, IntVar]]] = {}
@@ -151,7 +151,7 @@ class WholeModel:
                 away = [(i, self._away_at(i, c, running=False)) for i in self.moved if i <= c]
                 self._bound(self.line.after[c], away)
         for i in self.moved:
-            away = [(j, self._away_beside(j, i)) for j in self.moved if j != i]
+            away = [(j, self._away_during(j, i)) for j in self.moved if j != i]
             for c, (during, later) in enumerate(self.place[i]):
                 self._bound(self.line.running[c], [(j, v) for j, v in away if j < c], during)
                 if c + 1 < steps:
@@ -160,7 +160,7 @@ class WholeModel:
     def _bound(
         self, everything: int, away: list[tuple[int, IntVar]], where: IntVar | None = None
     ) -> None:
-        """``everything`` but what is away fits, at least ``where`` that holds."""
+        """Require enough absent activations for ``everything`` to fit, if ``where`` holds."""
         need = -(-(everything - self.line.budget) // self.unit_bytes)
         if need <= 0:
             return
@@ -169,21 +169,24 @@ class WholeModel:
             room.only_enforce_if(where)
 
     def _away_at(self, i: int, c: int, *, running: bool) -> IntVar:
-        """Implies that ``i`` is away when computation ``c`` starts, or ends."""
+        """Return a variable that implies that ``i`` is absent at computation ``c``.
+
+        ``running`` says whether at its start, else at its end.
+        """
         at = self.start[c] if running else self.end[c]
         away = self.cp.new_bool_var(f"away_{i}_{c}_{running}")
         self.cp.add_implication(away, self.goes[i])
         self.cp.add(self.gone[i] <= at).only_enforce_if(away)
-        # In the order of the sequence where times are equal: it begins after c, or its end.
+        # Where times are equal, the sequence decides: the prefetch begins after c, or its end.
         places = [pair[0 if running else 1] for pair in self.place[i][c : c + 1]]
         places += [self.place[i][c][1]] if running else []
         places += [v for pair in self.place[i][c + 1 :] for v in pair]
         self.cp.add_bool_or(~away, *places)
         return away
 
-    def _away_beside(self, j: int, i: int) -> IntVar:
-        """Implies that ``j`` is away, and stays so, when ``i`` begins to come back."""
-        away = self.cp.new_bool_var(f"beside_{j}_{i}")
+    def _away_during(self, j: int, i: int) -> IntVar:
+        """Return a variable that implies that ``j`` is absent while ``i`` is prefetched."""
+        away = self.cp.new_bool_var(f"away_during_{j}_{i}")
         self.cp.add_implication(away, self.goes[j])
         self.cp.add_implication(away, self.goes[i])
         self.cp.add(self.gone[j] <= self.back[i]).only_enforce_if(away)
@@ -192,7 +195,7 @@ class WholeModel:
 
 
 def _with_frees(ops: list[Op]) -> list[Op]:
-    """With a ``Free`` once an activation is offloaded and read, a ``Wait`` before its backward."""
+    """Add a ``Free`` where an offloaded activation has been read, and a ``Wait`` before ``B``."""
     moved = {op.what for op in ops if isinstance(op, Offload)}
     halves: set[Activations] = set()
     done: list[Op] = []

@@ -1,4 +1,4 @@
-"""Offloading without recomputation: what to keep on the host, and when it moves.
+"""Offloading without recomputation: what to keep on the host, and when to move it.
 
-Chains whose forwards keep everything; see ``line`` for the model and ``phases`` for the times.
+Every forward keeps everything. ``line`` has the model, and ``phases`` computes the times.
 """

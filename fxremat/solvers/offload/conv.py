@@ -1,14 +1,15 @@
-"""Offloading the inputs of compute-heavy stages, each back one backward ahead.
+"""Offloading the inputs of compute-heavy stages, each prefetched one backward ahead.
 
 Hascoet, Zhuang, Febvre, Ariki, Takiguchi, "Reducing the memory cost of training convolutional
 neural networks by CPU offloading", section 4. They move the inputs of convolutions and poolings,
-because those compute long for their size, and start to bring the input of a stage back when the
-backward of the stage after it starts. Neither has a recurrence: this is their fixed policy,
-with as many stages taking part as the budget asks for, those that compute longest for the
-size of their input first. Invertible layers, their other means, are no schedule.
+because those compute long for their size, and start to prefetch the input of a stage when the
+backward of the next stage starts. They give no recurrence. This is their fixed policy, with as many
+stages taking part as the budget requires, those first that compute longest for the size of their
+input. Invertible layers, their other method, are not a schedule.
 
-Transfers are whole, and no-wait: a forward waits for room as long as it must, and a prefetch
-for which there is no room beside the backward starts when that is done. ``O(L² log L)``.
+Transfers are whole, and no-wait: a forward waits for memory as long as it must, and a prefetch for
+which there is no memory during the backward starts when the backward is done. Complexity: ``O(L²
+log L)``.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from collections.abc import Sequence
 
 from fxremat.ir import Infeasible, Op, Prefetch, Problem, Solution, Solved
 from fxremat.solvers.offload.line import OffloadChain, activations, line_of
-from fxremat.solvers.offload.phases import forward_phase, sequence, suffices, turned
+from fxremat.solvers.offload.phases import first_prefetch_s, forward_phase, sequence, suffices
 from fxremat.solvers.offload.vdnn import ratios
 
 
 def solve(problem: Problem) -> Solution:
-    """Offload the inputs of the fewest stages that make room.
+    """Offload the inputs of the fewest stages that free enough memory.
 
     Args:
         problem: the chain, its costs, the budget and the link. Without a link nothing moves.
 
     Returns:
         ``Solved`` with a schedule of whole transfers, or ``Infeasible`` with the exact least
-        budget, which is that of all schedules that recompute nothing.
+        budget, which is that of all schedules without recomputation.
 
     Raises:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
@@ -51,14 +52,14 @@ def solve(problem: Problem) -> Solution:
 
 
 def _seconds(line: OffloadChain, amounts: Sequence[int]) -> float:
-    """Time of that schedule."""
+    """Return the seconds of the schedule that offloads ``amounts``."""
     forth = forward_phase(line, amounts, whole=True)
     moved = sum(amounts)
     copied = {t.index: t.end_s for t in forth.transfers}
-    during, after = line.away(line.during_own), line.away(line.after_own)
+    during, after = line.away(line.backward_bytes), line.away(line.after_backward_bytes)
     now, back_s = forth.end_s, 0.0
-    link_s = turned(line, forth) if line.shared else 0.0
-    home = 0  # bytes that are back or have their room
+    link_s = first_prefetch_s(line, forth) if line.shared else 0.0
+    home = 0  # bytes that are back, or whose memory is allocated
     for i in reversed(range(len(line))):
         takes = line.backward_s[i]
         start = max(now, back_s, forth.reaches(during[i] + home))
@@ -68,7 +69,7 @@ def _seconds(line: OffloadChain, amounts: Sequence[int]) -> float:
             continue
         home += amounts[i - 1]
         begin = max(start, link_s, copied[i - 1])
-        if max(during[i], after[i]) + home <= moved:  # there is room beside B_i, sooner or later
+        if max(during[i], after[i]) + home <= moved:  # the prefetch fits during B_i eventually
             begin = max(begin, forth.reaches(during[i] + home))
         else:
             begin = max(begin, now)

@@ -1,9 +1,9 @@
 """The best set of whole activations to offload, if transfers can be interrupted.
 
-Beaumont, Eyraud-Dubois, Shilova, "Optimal GPU-CPU offloading strategies for deep neural
-network training" (2019), section 5, Algorithm 1 (DYNPROG). In the fluid model of
-docs/design/0007, with activations that move entirely or not at all, this finds the best
-ordered schedule (see ``phases``). Stage by stage, for ``x_0 … x_{i-1}`` decided,
+Beaumont, Eyraud-Dubois, Shilova, "Optimal GPU-CPU offloading strategies for deep neural network
+training" (2019), section 5, Algorithm 1 (DYNPROG). In the fluid model of docs/design/0007, with
+activations that move entirely or not at all, it computes the best ordered schedule (see
+``phases``). Stage by stage, with ``x_0 … x_{i-1}`` decided,
 
     K      bytes of these that stay in device memory,
     Δ_F    bytes still to offload at the end of F_{i-1}; where that is none, minus what the link
@@ -15,27 +15,27 @@ and ``IDLE_i(K, Δ_F, Δ_B)`` is the least idle time of forwards and backwards `
     ε_F  = max(0, K + Δ_F⁺ + own_F(i) - M) / β                          Eq. (1)
     Δ_F' = (Δ_F⁺ + |x_i| - (ε_F + u_F) β)⁺   if x_i is offloaded        Eq. (2)
     Δ_F' = Δ_F - (ε_F + u_F) β, K' = K + |x_i|   if not                 Eq. (4)
-    ε_B, Δ_B' likewise, but Δ_B' = |x_i| + (Δ_B - (ε_B + u_B) β)⁺       Eq. (6), (7), (8)
+    ε_B, Δ_B' in the same way, but Δ_B' = |x_i| + (Δ_B - (ε_B + u_B) β)⁺   Eq. (6), (7), (8)
     ε_G  = max(0, (Δ_F + Δ_B) / β, when O reaches what B_j needs, when R what F_j needs)
 
-with ``own`` of ``OffloadChain``: ``K + Δ_F⁺ + own_F(i)`` is ``M_{F_i} + ex_i^F + |x_{i+1}|``. Where
-it departs from the paper:
+where ``own_F(i)`` is ``OffloadChain.forward_bytes``: ``K + Δ_F⁺ + own_F(i)`` is ``M_{F_i} + ex_i^F
++ |x_{i+1}|``. Differences from the paper:
 
-* ``K`` is the state in place of ``M_F``. It is all that is rounded: to slots, upwards. Times
-  and ``Δ`` stay exact, so rounding errors do not add up over the links.
-* A state is dropped if another of its ``K`` is as good even after it has waited to have no more
-  left to move: ``IDLE₁ + (Δ_F¹ - Δ_F²)⁺ / β + (Δ_B¹ - Δ_B²)⁺ / β ≤ IDLE₂``. And if it cannot
-  become better than the best of two simple choices: GREEDY's, and everything.
-* ``ε_G`` is exact, see ``phases``; (9) and (10) are not. They leave out what backwards free.
-* In (2) ``Δ_F'`` is at least 0. Else a prefetch of ``x_i`` could start before ``F_i`` is done.
-* Lemma 3, that ordered schedules are enough, does not hold. An exhaustive search found that
-  while ``F_i`` still reads ``x_i``, already copied, the link can bring part of a lower
-  activation back; in order it has to wait (``test_order_costs_time``). With one link for each
-  direction, order also keeps it from moving one activation out and another in at once.
+* ``K`` is the state in place of ``M_F``. Only ``K`` is rounded: to slots, upwards. Times and ``Δ``
+  stay exact, so rounding errors do not add up over the stages.
+* A state is dropped if another of the same ``K`` is as good even after it has waited until no more
+  is left to move: ``IDLE₁ + (Δ_F¹ - Δ_F²)⁺ / β + (Δ_B¹ - Δ_B²)⁺ / β ≤ IDLE₂``. It is also dropped
+  if it cannot become better than the best of two simple choices: GREEDY's, and everything.
+* ``ε_G`` is exact, see ``phases``. (9) and (10) are not: they leave out what backwards free.
+* In (2) ``Δ_F'`` is at least 0. Otherwise a prefetch of ``x_i`` could start before ``F_i`` is done.
+* Lemma 3, that ordered schedules suffice, does not hold. An exhaustive search showed that while
+  ``F_i`` still reads ``x_i``, already copied, the link can prefetch part of an earlier activation;
+  in order it has to wait (``test_order_costs_time``). With one link for each direction, order also
+  prevents moving one activation out and another in at the same time.
 
-``O(L N log N)`` for ``N`` states a stage, if few are incomparable at equal ``K``. Problem 2 is
-NP-complete in the weak sense; where the times make too many states (from about 100 stages on),
-those whose ``Δ`` are in the same slots count as one, as all do in the paper.
+Complexity: ``O(L N log N)`` for ``N`` states per stage, if few are incomparable at equal ``K``.
+Problem 2 is weakly NP-complete. Where the times lead to too many states (for more than about 100
+stages), states whose ``Δ`` are in the same slots are merged, as all are in the paper.
 """
 
 from __future__ import annotations
@@ -51,37 +51,37 @@ from fxremat.jit import njit
 from fxremat.solvers.numbers import Floats, Ints
 from fxremat.solvers.offload.greedy import eager
 from fxremat.solvers.offload.line import OffloadChain
-from fxremat.solvers.offload.phases import plan, solved
+from fxremat.solvers.offload.phases import plan, solve_by
 from fxremat.solvers.quantize import quantum_bytes, slots_up, whole_count
 
 _MOST_STATES = 1 << 15
-"""Beyond, states of equal ``K`` are told apart by the slots of their ``Δ`` only."""
+"""Maximum number of states; beyond, states with equal slots of ``K`` and ``Δ`` are merged."""
 
 
 def solve(problem: Problem, *, slots: int = 500, relaxed: bool = False) -> Solution:
-    """Offload the activations that are best in the fluid model.
+    """Offload the set of activations that is best in the fluid model.
 
     Args:
         problem: the chain, its costs, the budget and the link. Without a link nothing moves.
-        slots: what stays in memory is rounded up to the budget's ``slots``-th part. The
-            choice is optimal where that is one byte.
-        relaxed: give the schedule for a fluid replay, and its time there; else the
+        slots: what stays in memory is rounded up to multiples of the budget divided by ``slots``.
+            The choice is optimal if that multiple is one byte.
+        relaxed: if true, return the schedule for a fluid replay, and its time in it; else the
             schedule of whole transfers that moves the same.
 
     Returns:
-        ``Solved``, or ``Infeasible`` with the exact least budget, which is that of all
-        schedules that recompute nothing.
+        ``Solved``, or ``Infeasible`` with the exact least budget, which is that of all schedules
+        without recomputation.
 
     Raises:
-        ArgumentError: ``slots`` is no whole number of at least 1; nothing else is looked at then.
+        ArgumentError: ``slots`` is not a whole number of at least 1. This is checked first.
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
     """
     slots = whole_count(slots, name="slots")
-    return solved(problem, partial(_choose, slots=slots), whole=not relaxed)
+    return solve_by(problem, partial(_choose, slots=slots), whole=not relaxed)
 
 
 def _choose(line: OffloadChain, *, slots: int) -> list[int]:
-    """What to offload of each activation: all or nothing."""
+    """Return the bytes to offload of each activation: all or nothing."""
     quantum = quantum_bytes(line.budget, slots=slots)
     everything = [size if i in line.movable else 0 for i, size in enumerate(line.sizes)]
     simple = [eager(line, rounded=True), everything]
@@ -89,8 +89,8 @@ def _choose(line: OffloadChain, *, slots: int) -> list[int]:
     best_s, best = min(zip(times, simple, strict=True))
     if best_s <= line.compute_s:
         return best
-    found = search(line, quantum, below_s=best_s - line.compute_s)
-    return found[1] if found is not None and _fluid_s(line, found[1]) < best_s else best
+    result = search(line, quantum, below_s=best_s - line.compute_s)
+    return result[1] if result is not None and _fluid_s(line, result[1]) < best_s else best
 
 
 def _fluid_s(line: OffloadChain, amounts: list[int]) -> float:
@@ -99,13 +99,13 @@ def _fluid_s(line: OffloadChain, amounts: list[int]) -> float:
 
 
 class _States(NamedTuple):
-    """States after some stage, one an entry.
+    """States after a stage; each array has an entry per state.
 
     Attributes:
         kept: ``K`` in slots.
         forth, back: ``Δ_F`` and ``Δ_B`` in bytes.
         idle_s: ``IDLE``.
-        parent: index of the state that it came from, among those of the stage before.
+        parent: index of the preceding state, among those of the stage before.
         moved: whether the last activation is offloaded.
     """
 
@@ -117,17 +117,23 @@ class _States(NamedTuple):
     moved: NDArray[np.bool_]
 
     def only(self, which: Ints | NDArray[np.bool_]) -> _States:
-        """Some of them."""
+        """Return the states with these indices, or where this mask is true."""
         return _States._make(values[which] for values in self)
 
 
 def search(
     line: OffloadChain, quantum: int, *, below_s: float = float("inf")
 ) -> tuple[float, list[int]] | None:
-    """Algorithm 1: the least idle time and what to offload for it.
+    """Run Algorithm 1.
+
+    Args:
+        line: the chain.
+        quantum: bytes of a slot.
+        below_s: upper bound of the idle time to find.
 
     Returns:
-        ``None`` if nothing has less idle time than ``below_s``, sizes rounded up to ``quantum``.
+        The least idle time in seconds and the bytes to offload of each activation; ``None`` if no
+        idle time is below ``below_s``, with sizes rounded up to ``quantum``.
     """
     none, nobody = np.zeros(1), np.zeros(1, dtype=np.int64)
     states = _States(nobody, none, none, none, nobody, np.zeros(1, dtype=np.bool_))
@@ -137,7 +143,7 @@ def search(
         rest_s -= line.forward_s[i] + line.backward_s[i]
         states = _extended(line, i, states, quantum)
         backlog_s = states.forth / line.offload_rate + states.back / line.prefetch_rate
-        # What is left to move takes its time, of which the rest of the step hides rest_s.
+        # Moving the backlog takes time, of which the rest of the step hides rest_s.
         least_s = states.idle_s + np.maximum(0.0, backlog_s - rest_s)
         states = _thinned(states.only(least_s < below_s), backlog_s[least_s < below_s], quantum)
         states = states.only(np.lexsort((states.idle_s, states.kept)))
@@ -157,14 +163,15 @@ def search(
 def _run(
     line: OffloadChain, i: int, states: _States, quantum: int
 ) -> tuple[_States, Floats, Floats]:
-    """``F_i`` and ``B_i`` from every state that allows them, with ``ε`` in ``idle_s``.
+    """Run ``F_i`` and ``B_i`` from every state that allows them, with ``ε`` added to ``idle_s``.
 
     Returns:
-        The states, and how much is moved until the end of ``F_i``, and from the start of ``B_i``.
+        The states, the bytes moved until the end of ``F_i``, and those moved from the start of
+        ``B_i``.
     """
     kept = states.kept * quantum
-    forward_room = line.budget - line.forward_own[i] - kept
-    backward_room = line.budget - line.backward_own[i] - kept
+    forward_room = line.budget - line.forward_bytes[i] - kept
+    backward_room = line.budget - line.most_backward_bytes[i] - kept
     possible = np.flatnonzero((forward_room >= 0) & (backward_room >= 0))
     forth = states.forth[possible]
     back = states.back[possible]
@@ -179,7 +186,7 @@ def _run(
 
 
 def _extended(line: OffloadChain, i: int, states: _States, quantum: int) -> _States:
-    """All that can come of deciding on ``x_i``."""
+    """Return the states after ``x_i`` is kept, and after it is offloaded."""
     base, forward_moved, backward_moved = _run(line, i, states, quantum)
     size = line.sizes[i]
     stays = base._replace(
@@ -198,7 +205,7 @@ def _extended(line: OffloadChain, i: int, states: _States, quantum: int) -> _Sta
 
 
 def _thinned(states: _States, backlog_s: Floats, quantum: int) -> _States:
-    """At most ``_MOST_STATES``: one for each cell of ``K``, ``Δ_F``, ``Δ_B``, the least loaded."""
+    """Keep at most ``_MOST_STATES``: in each cell of ``K``, ``Δ_F``, ``Δ_B`` the least loaded."""
     cell = quantum
     while states.kept.size > _MOST_STATES:
         forth, back = np.floor(states.forth / cell), np.floor(states.back / cell)
@@ -211,7 +218,7 @@ def _thinned(states: _States, backlog_s: Floats, quantum: int) -> _States:
 
 
 def _totals(line: OffloadChain, states: _States, quantum: int) -> Floats:
-    """``IDLE`` of whole schedules: with the stages that decide nothing, and with ``ε_G``."""
+    """Return ``IDLE`` of whole schedules, including the stages without a decision, and ``ε_G``."""
     index = np.arange(states.kept.size)
     totals = np.full(states.kept.size, np.inf)
     decided = len(line.movable)
@@ -221,18 +228,19 @@ def _totals(line: OffloadChain, states: _States, quantum: int) -> Floats:
         states = states._replace(
             forth=states.forth - forward_moved, back=states.back - backward_moved
         )
-    # What is away is before[decided] - K: the operations' needs beyond that, less the time
-    # that they are away from the turn. Those for which it matters run back to back with it.
+    # Offloaded are before[decided] - K bytes. An operation that needs more memory than these free
+    # limits ε_G, less its distance in time from the loss point. Operations for which that matters
+    # run up to the loss point without a gap.
     kept = states.kept * quantum
     away = line.before[decided]
     after_s = before_s = 0.0
     late = soon = -np.inf
     for i in reversed(range(len(line))):
-        beside = line.before[i] - line.budget - away
-        late = max(late, (line.during_own[i] + beside) / line.offload_rate - after_s)
+        missing = line.before[i] - line.budget - away
+        late = max(late, (line.backward_bytes[i] + missing) / line.offload_rate - after_s)
         after_s += line.backward_s[i]
-        late = max(late, (line.after_own[i] + beside) / line.offload_rate - after_s)
-        soon = max(soon, (line.forward_own[i] + beside) / line.prefetch_rate - before_s)
+        late = max(late, (line.after_backward_bytes[i] + missing) / line.offload_rate - after_s)
+        soon = max(soon, (line.forward_bytes[i] + missing) / line.prefetch_rate - before_s)
         before_s += line.forward_s[i]
     gap = states.forth / line.offload_rate + states.back / line.prefetch_rate
     gap = np.maximum(gap, late + (kept + states.forth) / line.offload_rate)  # Eq. (9)
@@ -245,24 +253,27 @@ def _totals(line: OffloadChain, states: _States, quantum: int) -> Floats:
 def _undominated(
     kept: Ints, forth: Floats, back: Floats, idle_s: Floats, offload_rate: float, rate: float
 ) -> Ints:
-    """Indices of the states that no other of equal ``kept`` beats, sorted by kept and idle_s."""
+    """Return the indices of states that no other of equal ``kept`` dominates.
+
+    States must be sorted by ``kept`` and ``idle_s``.
+    """
     count = kept.size
-    found = np.empty(count, dtype=np.int64)
+    indices = np.empty(count, dtype=np.int64)
     size = 0
     first = 0
     for state in range(count):
-        if size and kept[found[size - 1]] != kept[state]:
+        if size and kept[indices[size - 1]] != kept[state]:
             first = size
-        beaten = False
+        dominated = False
         for position in range(size - 1, first - 1, -1):
-            other = found[position]
+            other = indices[position]
             waits = idle_s[other]
             waits += max(0.0, forth[other] - forth[state]) / offload_rate
             waits += max(0.0, back[other] - back[state]) / rate
             if waits <= idle_s[state]:
-                beaten = True
+                dominated = True
                 break
-        if not beaten:
-            found[size] = state
+        if not dominated:
+            indices[size] = state
             size += 1
-    return found[:size]
+    return indices[:size]

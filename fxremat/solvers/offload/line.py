@@ -1,9 +1,9 @@
-"""A chain whose forwards keep everything, as numbers for deciding what to offload.
+"""A chain whose forwards keep everything, as numbers to decide what to offload.
 
-Beaumont, Eyraud-Dubois, Shilova, "Optimal GPU-CPU offloading strategies for deep neural
-network training" (2019), section 3. Activation ``x_0`` is boundary 0, and ``x_{i+1}`` is saved
-set ``i``, the boundary after it included. Both ``F_i`` and ``B_i`` need ``x_i`` and
-``x_{i+1}``; nothing else of the chain but what they hold for themselves.
+Beaumont, Eyraud-Dubois, Shilova, "Optimal GPU-CPU offloading strategies for deep neural network
+training" (2019), section 3. Activation ``x_0`` is boundary 0, and ``x_{i+1}`` is saved set ``i``,
+including the boundary after it. Both ``F_i`` and ``B_i`` need ``x_i`` and ``x_{i+1}``, their extra
+bytes, and nothing else of the chain.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from fxremat.ir import Activations, Chain, Part, Problem
 from fxremat.solvers.numbers import check_total
 
 _MOST_BYTES = 1 << 62
-"""Sums of sizes stay below this, half of what an int64 holds."""
+"""Upper bound of sums of sizes, half of what an int64 holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadChain:
-    """``L`` stages in the paper's terms; sizes in bytes.
+    """A chain of ``L`` stages in the paper's terms; sizes in bytes.
 
     Attributes:
         sizes: ``L + 1`` sizes ``|x_i|``.
         before: ``L + 2`` sums of them, ``before[i]`` over ``x_0 … x_{i-1}``.
-        forward_s, backward_s: ``u_F`` and ``u_B``.
-        forward_own: what ``F_i`` holds beside ``x_0 … x_{i-1}``: ``x_i``, ``x_{i+1}``, its
-            extra, gradients and what is fixed.
-        left_own: what is there of that right after it.
-        during_own, after_own: what ``B_i`` holds, and what is there right after it.
+        forward_s, backward_s: seconds ``u_F`` and ``u_B``.
+        forward_bytes: what ``F_i`` holds beyond ``x_0 … x_{i-1}``: ``x_i``, ``x_{i+1}``, its extra
+            bytes, gradients and fixed bytes.
+        after_forward_bytes: what of that is held right after ``F_i``.
+        backward_bytes: what ``B_i`` holds beyond ``x_0 … x_{i-1}``.
+        after_backward_bytes: what is held beyond them right after ``B_i``.
         budget: device memory.
-        offload_rate, prefetch_rate: bytes per second; infinite where there is no link.
-        linked: there is one.
-        shared: it carries one transfer at a time, whatever its direction.
+        offload_rate, prefetch_rate: bytes per second; 1 where there is no link.
+        linked: whether there is a link.
+        shared: whether the link carries one transfer at a time, in either direction.
     """
 
     sizes: tuple[int, ...]
     before: tuple[int, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
-    forward_own: tuple[int, ...]
-    left_own: tuple[int, ...]
-    during_own: tuple[int, ...]
-    after_own: tuple[int, ...]
+    forward_bytes: tuple[int, ...]
+    after_forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    after_backward_bytes: tuple[int, ...]
     budget: int
     offload_rate: float
     prefetch_rate: float
@@ -54,23 +55,26 @@ class OffloadChain:
         return len(self.forward_s)
 
     @property
-    def backward_own(self) -> tuple[int, ...]:
-        """The greater of what is there during ``B_i`` and after it."""
-        return tuple(map(max, self.during_own, self.after_own))
+    def most_backward_bytes(self) -> tuple[int, ...]:
+        """Return the greater of what is held during ``B_i`` and after it."""
+        return tuple(map(max, self.backward_bytes, self.after_backward_bytes))
 
     @property
     def running(self) -> list[int]:
-        """Bytes while each of the ``2 L`` computations runs in their order, nothing away."""
-        return [*self.totals(self.forward_own), *reversed(self.totals(self.during_own))]
+        """Return the bytes during each of the ``2 L`` computations, if nothing is offloaded."""
+        return [*self.totals(self.forward_bytes), *reversed(self.totals(self.backward_bytes))]
 
     @property
     def after(self) -> list[int]:
-        """Bytes once each of them is done."""
-        return [*self.totals(self.left_own), *reversed(self.totals(self.after_own))]
+        """Return the bytes after each of the computations, if nothing is offloaded."""
+        return [
+            *self.totals(self.after_forward_bytes),
+            *reversed(self.totals(self.after_backward_bytes)),
+        ]
 
     @property
     def movable(self) -> range:
-        """Activations that are ever worth moving.
+        """Return the range of activations that may be worth moving.
 
         ``x_L`` and ``x_{L-1}`` are needed by ``F_{L-1}``, and next by ``B_{L-1}``.
         """
@@ -78,35 +82,36 @@ class OffloadChain:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of host and device together where it is most, ``M_peak``."""
-        return max(m for own in (self.forward_own, self.backward_own) for m in self.totals(own))
+        """Return ``M_peak``, the greatest sum of device and host memory."""
+        return max(*self.totals(self.forward_bytes), *self.totals(self.most_backward_bytes))
 
-    def totals(self, own: tuple[int, ...]) -> list[int]:
-        """``m_F`` or ``m_B``: what ``own`` is with ``x_0 … x_{i-1}``."""
-        return [n + m for n, m in zip(own, self.before, strict=False)]
+    def totals(self, nbytes: tuple[int, ...]) -> list[int]:
+        """Return ``m_F`` or ``m_B``: ``nbytes`` of each stage with ``x_0 … x_{i-1}`` added."""
+        return [n + m for n, m in zip(nbytes, self.before, strict=False)]
 
-    def away(self, own: tuple[int, ...]) -> list[int]:
-        """How much must be in host memory alone while each operation runs."""
-        return [m - self.budget for m in self.totals(own)]
+    def away(self, nbytes: tuple[int, ...]) -> list[int]:
+        """Return how many bytes must be on the host only, for operations that hold ``nbytes``."""
+        return [m - self.budget for m in self.totals(nbytes)]
 
     @property
     def least_budget_bytes(self) -> int:
-        """The least budget with all the time there is.
+        """Return the least budget of any schedule, however long it takes.
 
-        Whatever an operation does not need itself can be on the host, for whole and for
-        interruptible transfers alike: nothing need come back before the operation before is
-        done.
+        Whatever an operation does not need can be on the host, both for whole and for interruptible
+        transfers: nothing has to be back before the previous operation is done.
         """
-        return max(*self.forward_own, *self.backward_own) if self.linked else self.peak_bytes
+        return (
+            max(*self.forward_bytes, *self.most_backward_bytes) if self.linked else self.peak_bytes
+        )
 
     @property
     def compute_s(self) -> float:
-        """All computations back to back."""
+        """Return the seconds of all computations."""
         return sum(self.forward_s) + sum(self.backward_s)
 
 
 def line_of(problem: Problem) -> OffloadChain:
-    """The numbers of a problem.
+    """Return the numbers of a problem.
 
     Raises:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
@@ -116,25 +121,27 @@ def line_of(problem: Problem) -> OffloadChain:
     count = len(chain)
     saved = [chain.nbytes(chain.saved_set(i)) for i in range(count)]
     sizes = [chain.nbytes(chain.boundaries[0]), *saved]
-    forward_own, left_own, during_own, after_own = [], [], [], []
+    forward_bytes, after_forward_bytes, backward_bytes, after_backward_bytes = [], [], [], []
     fixed = problem.costs.fixed_bytes
     for i, stage in enumerate(stages):
         both = fixed + sizes[i] + sizes[i + 1]
-        left_own.append(both + stages[-1].gradient_bytes)
-        forward_own.append(left_own[-1] + stage.keep_extra_bytes)
-        during_own.append(both + stage.gradient_bytes + stage.backward_extra_bytes)
-        after_own.append(fixed + sizes[i] + (stages[i - 1].gradient_bytes if i else 0))
-    check_total(sum(sizes) + max(*forward_own, *during_own, *after_own), most=_MOST_BYTES)
+        after_forward_bytes.append(both + stages[-1].gradient_bytes)
+        forward_bytes.append(after_forward_bytes[-1] + stage.keep_extra_bytes)
+        backward_bytes.append(both + stage.gradient_bytes + stage.backward_extra_bytes)
+        after_backward_bytes.append(fixed + sizes[i] + (stages[i - 1].gradient_bytes if i else 0))
+    check_total(
+        sum(sizes) + max(*forward_bytes, *backward_bytes, *after_backward_bytes), most=_MOST_BYTES
+    )
     link = problem.link
     return OffloadChain(
         sizes=tuple(sizes),
         before=(0, *accumulate(sizes)),
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(stage.backward_s for stage in stages),
-        forward_own=tuple(forward_own),
-        left_own=tuple(left_own),
-        during_own=tuple(during_own),
-        after_own=tuple(after_own),
+        forward_bytes=tuple(forward_bytes),
+        after_forward_bytes=tuple(after_forward_bytes),
+        backward_bytes=tuple(backward_bytes),
+        after_backward_bytes=tuple(after_backward_bytes),
         budget=problem.budget_bytes,
         offload_rate=link.offload_bytes_per_s if link else 1.0,
         prefetch_rate=link.prefetch_bytes_per_s if link else 1.0,
@@ -144,7 +151,7 @@ def line_of(problem: Problem) -> OffloadChain:
 
 
 def activations(index: int) -> Activations:
-    """What ``x_index`` is in a schedule."""
+    """Return ``x_index`` as activations of a schedule."""
     return Activations(Part.SAVED, index - 1) if index else Activations(Part.INPUT, 0)
 
 
@@ -154,5 +161,5 @@ def _check_boundaries(chain: Chain) -> None:
             if storage in chain.boundaries[i - 1] and chain.storages[storage].nbytes:
                 raise ValueError(
                     f"chain.boundaries[{i}] has storage {storage} like boundary {i - 1}: "
-                    "offloading solvers want every activation to be of one stage"
+                    "offloading solvers require that no storage is in two boundaries"
                 )

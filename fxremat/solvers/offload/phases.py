@@ -1,24 +1,25 @@
-"""Ordered no-wait schedules: when everything runs, given what is offloaded, and in which order.
+"""Ordered no-wait schedules: when every operation runs, given what is offloaded and in which order.
 
-Beaumont et al. 2019, sections 4.1 and 5.2. Offloads go in the order of the stages and
-prefetches in the opposite one, all offloads before all prefetches. Forwards run as early as
-memory allows. Backwards run as late as possible before the end of the step, which is the
-same seen in a mirror: there a prefetch is an offload. So both phases are ``_no_wait``, and only
-how far apart they are is left to find.
+Beaumont et al. 2019, sections 4.1 and 5.2. Offloads run in the order of the stages and prefetches
+in the opposite one, all offloads before all prefetches. Forwards run as early as memory allows.
+Backwards run as late as possible before the end of the step. That is the same reversed in time,
+where a prefetch is an offload. So both phases are computed by ``_no_wait``, and only their distance
+remains to be computed.
 
-At any time ``t`` host memory alone holds ``min(O(t), R(T - t))`` bytes: ``O(t)`` of what was
-offloaded, ``R`` of what, counted from the end ``T`` of the step, is still to come back. One of
-the two is always all that is moved, as prefetches wait for the last offload. An operation runs
-while at least ``away`` bytes (see ``OffloadChain``) are there, so the shortest step is
+At any time ``t``, ``min(O(t), R(T - t))`` bytes are in host memory only: ``O(t)`` of what was
+offloaded, and ``R`` of what, counted from the end ``T`` of the step, still has to be prefetched.
+One of the two is always everything that is moved, since prefetches wait for the last offload. An
+operation runs while at least ``away`` bytes (see ``OffloadChain``) are in host memory only, so the
+shortest step is
 
     T = max(end of F + length of B,
             end of O and of the last F_i that reads what is moved + length of R,
             start of B_j in R's time + when O reaches B_j's away,
             end of F_j + when R reaches F_j's away).
 
-This is (9) and (10), but exact: the paper leaves out what ``B_{j+1}`` and those before free,
-and lets ``x_i`` come back while ``F_i`` still runs, before its memory is free. Transfers
-are fluid (memory goes with every byte) or whole (assumption (D)).
+This is (9) and (10) of the paper, but exact: the paper leaves out what ``B_{j+1}`` and earlier
+backwards free, and lets ``x_i`` be prefetched while ``F_i`` still runs, before its memory is freed.
+Transfers are fluid (memory is freed byte by byte) or whole (assumption (D)).
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from fxremat.ir import (
 from fxremat.solvers.offload.line import OffloadChain, activations, line_of
 
 _TOLERANCE = 2.0**-46
-"""Relative to the makespan: times that are nearer than this are taken to be the same.
+"""Times are treated as equal if they differ by less than this share of the makespan.
 
-What the link moves meanwhile has to stay below what a fluid replay takes for rounding."""
+What the link moves in that time has to stay below what a fluid replay treats as rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """``nbytes`` of ``x_index`` on the link."""
+    """A transfer of ``nbytes`` of ``x_index``."""
 
     index: int
     begin_s: float
@@ -64,11 +65,11 @@ class Phase:
     """Start of each operation and the transfers, in the phase's own time.
 
     Attributes:
-        starts: of the operations, in their order.
-        end_s: when the last is done.
-        transfers: in their order.
-        moved: bytes of each transfer and those before it.
-        whole: transfers are.
+        starts: starts of the operations, in order.
+        end_s: end of the last operation.
+        transfers: transfers, in order.
+        moved: for each transfer the bytes moved by it and all before it.
+        whole: whether transfers are whole.
     """
 
     starts: tuple[float, ...]
@@ -79,22 +80,22 @@ class Phase:
 
     @property
     def transferred_s(self) -> float:
-        """When the last transfer ends."""
+        """Return the end of the last transfer."""
         return self.transfers[-1].end_s if self.transfers else 0.0
 
     def reaches(self, nbytes: float) -> float:
-        """When ``nbytes`` are moved. In the end they are, but for rounding errors."""
+        """Return when ``nbytes`` have been moved, or the end if rounding makes the total less."""
         return _reached(self.transfers, self.moved, nbytes, whole=self.whole)
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadTimes:
-    """A whole step: starts in seconds, transfers in order of time.
+    """The times of a whole step: starts in seconds, transfers in order of time.
 
     Attributes:
         forwards, backwards: start of each ``F_i`` and ``B_i``.
-        prefetches: the transfers back.
-        makespan_s: its length.
+        prefetches: the prefetches.
+        makespan_s: length of the step.
     """
 
     forwards: tuple[float, ...]
@@ -104,22 +105,22 @@ class OffloadTimes:
 
 
 def plan(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> OffloadTimes | None:
-    """The ordered no-wait schedule that offloads ``amounts[i]`` bytes of ``x_i``.
+    """Return the ordered no-wait schedule that offloads ``amounts[i]`` bytes of ``x_i``.
 
     ``O(L log L)``.
 
     Returns:
-        ``None`` if that is not enough for some operation, however long it waits.
+        The times; ``None`` if that is not enough for some operation, however long it waits.
     """
-    forward_away, backward_away = line.away(line.forward_own), line.away(line.backward_own)
+    forward_away, backward_away = line.away(line.forward_bytes), line.away(line.most_backward_bytes)
     if not suffices(line, amounts):
         return None
     forth = forward_phase(line, amounts, whole=whole)
     back = _no_wait(
         line.backward_s, backward_away, amounts, line.prefetch_rate, whole=whole, during=False
     )
-    total = max(forth.end_s + back.end_s, turned(line, forth) + back.transferred_s)
-    during_away, after_away = line.away(line.during_own), line.away(line.after_own)
+    total = max(forth.end_s + back.end_s, first_prefetch_s(line, forth) + back.transferred_s)
+    during_away, after_away = line.away(line.backward_bytes), line.away(line.after_backward_bytes)
     for i in range(len(line)):
         done = back.starts[i] + line.backward_s[i]
         total = max(total, done + forth.reaches(during_away[i]))
@@ -141,10 +142,10 @@ def plan(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Offloa
 
 
 def suffices(line: OffloadChain, amounts: Sequence[float]) -> bool:
-    """Whether offloading ``amounts`` makes room for every operation, if it waits."""
+    """Return whether offloading ``amounts`` makes every operation fit, if it waits."""
     moved = 0.0
     for i, away in enumerate(
-        zip(line.away(line.forward_own), line.away(line.backward_own), strict=True)
+        zip(line.away(line.forward_bytes), line.away(line.most_backward_bytes), strict=True)
     ):
         if max(away) > moved:
             return False
@@ -153,13 +154,13 @@ def suffices(line: OffloadChain, amounts: Sequence[float]) -> bool:
 
 
 def forward_phase(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Phase:
-    """Forwards and offloads, which must be enough for every forward."""
-    away = line.away(line.forward_own)
+    """Return the times of forwards and offloads. The offloads must suffice for every forward."""
+    away = line.away(line.forward_bytes)
     return _no_wait(line.forward_s, away, amounts, line.offload_rate, whole=whole, during=True)
 
 
-def turned(line: OffloadChain, forth: Phase) -> float:
-    """When the first prefetch can start: what it moves is copied, and was read."""
+def first_prefetch_s(line: OffloadChain, forth: Phase) -> float:
+    """Return when the first prefetch can start: when what it moves has been copied and read."""
     if not forth.transfers:
         return 0.0
     last = forth.transfers[-1].index
@@ -175,10 +176,16 @@ def _no_wait(
     whole: bool,
     during: bool,
 ) -> Phase:
-    """Run the operations in their order, each as early as ``away`` allows.
+    """Run the operations in order, each as early as ``away`` allows.
 
-    ``amounts[i]`` can be on its way from the start of operation ``i`` on if ``during``, else
-    from its end on. It counts as away for later operations only.
+    Args:
+        seconds: time of each operation.
+        away: bytes that must have been moved before each operation.
+        amounts: bytes of each operation to move. They count as moved for later operations only.
+        rate: bytes per second.
+        whole: whether transfers are whole.
+        during: whether ``amounts[i]`` can be moved from the start of operation ``i`` on, else from
+            its end on.
     """
     now = linked = 0.0
     starts: list[float] = []
@@ -199,7 +206,7 @@ def _no_wait(
 def _reached(
     transfers: Sequence[Transferred], moved: Sequence[float], nbytes: float, *, whole: bool
 ) -> float:
-    """When ``transfers`` have moved ``nbytes``."""
+    """Return when ``transfers`` have moved ``nbytes``."""
     if nbytes <= 0:
         return 0.0
     at = min(bisect_left(moved, nbytes), len(moved) - 1)
@@ -210,15 +217,16 @@ def _reached(
     return t.begin_s + (t.end_s - t.begin_s) * min(1.0, part)
 
 
-def solved(
+def solve_by(
     problem: Problem, amounts_of: Callable[[OffloadChain], Sequence[float]], *, whole: bool
 ) -> Solved | Infeasible:
-    """The ordered no-wait schedule that offloads what is chosen for the chain of a problem.
+    """Return the ordered no-wait schedule for a choice of what to offload.
 
     Args:
         problem: the chain, its costs, the budget and the link.
-        amounts_of: chooses bytes of each activation, enough if the budget is one that can be kept.
-        whole: transfers are.
+        amounts_of: returns the bytes to offload of each activation. They must suffice if the budget
+            is feasible.
+        whole: whether transfers are whole.
 
     Raises:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
@@ -226,16 +234,16 @@ def solved(
     line = line_of(problem)
     if line.budget < line.least_budget_bytes:
         return Infeasible(line.least_budget_bytes)
-    return answer(line, amounts_of(line), whole=whole)
+    return schedule_offloads(line, amounts_of(line), whole=whole)
 
 
-def answer(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Solved:
-    """The ordered no-wait schedule that offloads ``amounts``, which must be enough.
+def schedule_offloads(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Solved:
+    """Return the ordered no-wait schedule that offloads ``amounts``, which must suffice.
 
-    Prefetches follow the last computation that starts before them: so they take no memory that
-    was meant for it, and the next one need not wait for them to start. A fluid prefetch is cut
-    where a computation starts. Then nothing starts later than planned: when its planned time
-    comes, all that is before it in the sequence has started, and has moved as much as planned.
+    Prefetches follow the last computation that starts before them. So they take no memory that this
+    computation needs, and the next one need not wait for them to start. A fluid prefetch is split
+    where a computation starts. Then nothing starts later than planned: at its planned time,
+    everything before it in the sequence has started, and has moved as much as planned.
     """
     planned = plan(line, amounts, whole=whole)
     assert planned is not None
@@ -253,7 +261,10 @@ def answer(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Solv
 def sequence(
     line: OffloadChain, amounts: Sequence[float], back: Sequence[Sequence[Op]]
 ) -> Schedule:
-    """All computations with ``back`` after each; ``x_i`` is offloaded and freed after ``F_i``."""
+    """Return all computations, with the operations of ``back`` after each.
+
+    ``x_i`` is offloaded and freed after ``F_i``.
+    """
     ops: list[Op] = []
     for i in range(len(line)):
         ops.append(Forward(i, Keep.ALL))
@@ -271,7 +282,11 @@ def sequence(
 def _cuts(
     t: Transferred, starts: list[float], slack: float
 ) -> Iterator[tuple[float, float | None]]:
-    """Parts of a prefetch between starts of computations: begin, and bytes but for the last."""
+    """Split a prefetch at starts of computations.
+
+    Yields:
+        The begin of each part, and its bytes; ``None`` for the last part.
+    """
     begin_s = t.begin_s
     for start in starts[bisect_right(starts, begin_s + slack) :]:
         if start >= t.end_s - slack:

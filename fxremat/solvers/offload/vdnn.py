@@ -1,14 +1,14 @@
-"""Offloading what takes long to use for its size.
+"""Offloading what is computed on for a long time relative to its size.
 
 VDNN of Beaumont, Eyraud-Dubois, Shilova, "Optimal GPU-CPU offloading strategies for deep neural
-network training" (2019), section 6.1, after vDNN++ (Shriram et al. 2019), which offloads the
-inputs of convolutions, all or every other. Stages do not say whether they are convolutions, so
-for every threshold on ``u_F(i) / |x_i|`` two no-wait, ordered schedules of whole transfers are
-tried: one offloads all ``x_i`` whose ratio is at least that, the other every other of them.
-The fastest that fits is the answer. ``O(L² log L)``.
+network training" (2019), section 6.1, after vDNN++ (Shriram et al. 2019), which offloads the inputs
+of all convolutions, or of every other one. Stages do not say whether they are convolutions. So for
+every threshold on ``u_F(i) / |x_i|`` two no-wait, ordered schedules of whole transfers are tried:
+one offloads all ``x_i`` whose ratio is at least the threshold, the other every other of them. The
+fastest that fits is the result. Complexity: ``O(L² log L)``.
 
 Activations that are never worth moving (see ``OffloadChain.movable``) are left out. The lowest
-threshold takes all others, so there is an answer whenever there is one at all.
+threshold takes all others, so there is a schedule whenever any exists.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from collections.abc import Iterator
 
 from fxremat.ir import Problem, Solution
 from fxremat.solvers.offload.line import OffloadChain
-from fxremat.solvers.offload.phases import plan, solved
+from fxremat.solvers.offload.phases import plan, solve_by
 
 
 def solve(problem: Problem) -> Solution:
-    """Sweep the thresholds.
+    """Find the fastest schedule of all thresholds.
 
     Args:
         problem: the chain, its costs, the budget and the link. Without a link nothing moves.
 
     Returns:
         ``Solved`` with a schedule of whole transfers, or ``Infeasible`` with the exact least
-        budget, which is that of all schedules that recompute nothing.
+        budget, which is that of all schedules without recomputation.
 
     Raises:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
     """
-    return solved(problem, _fastest, whole=True)
+    return solve_by(problem, _fastest, whole=True)
 
 
 def _fastest(line: OffloadChain) -> list[int]:
@@ -46,7 +46,7 @@ def _fastest(line: OffloadChain) -> list[int]:
 
 
 def ratios(line: OffloadChain) -> dict[int, float]:
-    """Seconds of the forward that reads it for a byte of each activation worth moving."""
+    """Return the seconds that each movable activation's next forward takes, per byte of it."""
     return {i: line.forward_s[i] / line.sizes[i] for i in line.movable if line.sizes[i]}
 
 
@@ -55,5 +55,5 @@ def _choices(line: OffloadChain) -> Iterator[list[int]]:
     by_ratio = ratios(line)
     for threshold in sorted(set(by_ratio.values()), reverse=True):
         chosen = [i for i, ratio in by_ratio.items() if ratio >= threshold]
-        for some in (chosen, chosen[::2]):
-            yield [size if i in some else 0 for i, size in enumerate(line.sizes)]
+        for moved in (chosen, chosen[::2]):
+            yield [size if i in moved else 0 for i, size in enumerate(line.sizes)]

@@ -1,13 +1,13 @@
-"""How long what follows a label takes, at least.
+"""Lower bounds on the time of what follows a label.
 
-A label is dropped if no continuation of it can beat the best schedule known. Each phase lasts
-at least as long as its work, and at least as long as its transfers. So for any shares ``p``
-and ``q`` between 0 and 1, what is left takes at least
+A label is dropped if no continuation of it can beat the best schedule so far. Each phase takes at
+least as long as its work, and at least as long as its transfers. So for any shares ``p`` and ``q``
+between 0 and 1, what is left takes at least
 
     (1 - p) forwards + p (out + offloads) + (1 - q) backwards + q (back + prefetches)
 
-Without idle times, the least of that over all continuations is a recurrence in (node, free
-slots) alone. It is solved for some pairs ``(p, q)``, and the greatest bound counts.
+Without idle times, the minimum of that over all continuations is a recurrence in node and free
+slots only. It is computed for several pairs ``(p, q)``, and the greatest bound counts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from fxremat.solvers.pofo.sweep import Limits, Sweep
 
 @njit(cache=True, nogil=True)
 def fill_bounds(sweep: Sweep, limits: Limits, begin: int, stride: int, node: int) -> None:
-    """The recurrence of the least time left: one node, slots ``begin, begin + stride, …``.
+    """Fill the bounds of one node for the slots ``begin, begin + stride, …``.
 
-    Memory is rounded in favour of what follows. Requires: all later nodes are filled.
+    Memory is rounded in favor of what follows.
+
+    Requires:
+        The bounds of all later nodes are filled.
     """
     n = sweep.numbers
     for m in range(begin, limits.bounds.shape[1], stride):
@@ -41,12 +44,16 @@ def _lower(
     node: int,
     m: int,
     takes: tuple[float, float, float, float],
-    then: tuple[int, int],
+    following: tuple[int, int],
 ) -> None:
-    """Lower the bound of ``node`` at ``m`` slots to a step and the bound of what comes ``then``.
+    """Lower the bound of ``node`` at ``m`` slots to that of a step and the next bound.
 
-    The step ``takes`` seconds of forwards, backwards, an offload and a prefetch. A node of -1 is
-    the end.
+    Args:
+        limits: the bounds.
+        node: the node.
+        m: its free slots.
+        takes: seconds of the step's forwards, backwards, offload and prefetch.
+        following: the next node and its free slots. A node of -1 is the end.
     """
     out = limits.bounds[node, m]
     shares = limits.shares
@@ -54,8 +61,8 @@ def _lower(
         p = shares[k, 0]
         q = shares[k, 1]
         value = (1.0 - p) * takes[0] + (1.0 - q) * takes[1] + p * takes[2] + q * takes[3]
-        if then[0] >= 0:
-            value += limits.bounds[then[0], then[1], k]
+        if following[0] >= 0:
+            value += limits.bounds[following[0], following[1], k]
         out[k] = min(out[k], value)
 
 
@@ -111,7 +118,7 @@ def _bound_ck(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
 
 @njit(inline="always")
 def _least_work(sweep: Sweep, s: int, cut: int, m: int) -> float:
-    """Least work of all sequences of ``(s, cut - 1)`` that might fit ``m`` slots."""
+    """Return the least work of all sequences of ``(s, cut - 1)`` that may fit ``m`` slots."""
     fronts = sweep.fronts
     row = row_of(s, cut - 1, fronts.numbers.gradient.size)
     best = np.inf

@@ -1,4 +1,4 @@
-"""From a problem to the arrays of the compiled loops."""
+"""Converts a problem to the arrays of the compiled loops."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from fxremat.solvers.threads import Crew
 _Number = TypeVar("_Number", np.int64, np.float64)
 
 _ENTRIES = 1 << 20
-"""Fronts are as wide as this many entries in all allow, within bounds."""
+"""Number of entries of all fronts, which determines their width within bounds."""
 
 _SHARED_STAGES = 16
-"""From so many stages on, threads share the work."""
+"""Number of stages from which on threads share the work."""
 
 _MOST_THREADS = 8
-"""More hardly help."""
+"""Maximum number of threads; more help little."""
 
 
 def build(problem: Problem, *, slots: int) -> Sweep:
-    """Everything but the labels. ``O(L³ slots width²)`` time, less where fronts are short.
+    """Return everything but the labels.
+
+    ``O(L³ slots width²)`` time, less where fronts are short.
 
     Raises:
         ValueError: the sizes are too large to add up.
@@ -48,7 +50,7 @@ def build(problem: Problem, *, slots: int) -> Sweep:
     inner = _without_last(numbers)
     last = problem.costs.stages[-1]
     rebuild = last.gradient_bytes + last.rebuild_bytes
-    alone = last.gradient_bytes + int(peaks[-1, -1])
+    forward_only = last.gradient_bytes + int(peaks[-1, -1])
     return Sweep(
         numbers=numbers,
         fronts=_fronts(inner, sweep_lag, moves, budget=budget, byte_s=back_s, slots=slots),
@@ -61,7 +63,10 @@ def build(problem: Problem, *, slots: int) -> Sweep:
         peaks=peaks,
         out_lag=out_lag,
         last_bytes=np.array(
-            [[last.gradient_bytes + numbers.keep[-1, 0], numbers.back[-1, 0]], [alone, rebuild]],
+            [
+                [last.gradient_bytes + numbers.keep[-1, 0], numbers.back[-1, 0]],
+                [forward_only, rebuild],
+            ],
             dtype=np.int64,
         ),
         last_s=np.array([last.backward_s, last.rebuild_s + last.backward_s]),
@@ -69,14 +74,14 @@ def build(problem: Problem, *, slots: int) -> Sweep:
 
 
 def available(problem: Problem) -> int:
-    """Bytes for all but ``fixed_bytes``."""
+    """Return the bytes of the budget that are left after ``fixed_bytes``."""
     return max(0, min(problem.budget_bytes - problem.costs.fixed_bytes, MOST_BYTES))
 
 
 def movable_bytes(chain: Chain, numbers: Numbers) -> Ints:
-    """``Sweep.moves``: only what shares no storage with another boundary may move.
+    """Return ``Sweep.moves``: only what shares no storage with another boundary may move.
 
-    Then it is disjoint from all else that is held, and moving it gives all of it back.
+    Such a value is disjoint from everything else that is held, so moving it frees all of it.
     """
     count = len(chain)
     boundaries = [set(ids) for ids in chain.boundaries]
@@ -93,7 +98,7 @@ def movable_bytes(chain: Chain, numbers: Numbers) -> Ints:
 def _lags(
     numbers: Numbers, peaks: Ints, *, out_s: float, back_s: float
 ) -> tuple[Floats, Floats, Ints]:
-    """``Fronts.sweep_lag``, ``Sweep.out_lag`` and ``Sweep.rest``."""
+    """Return ``Fronts.sweep_lag``, ``Sweep.out_lag`` and ``Sweep.rest``."""
     count = numbers.gradient.size
     prefix = numbers.prefix_s
     sweep_lag = np.zeros((count, count + 1))
@@ -109,9 +114,9 @@ def _lags(
 
 
 def _without_last(numbers: Numbers) -> Numbers:
-    """The chain without the last stage, none of which is run again after the turn.
+    """Return the chain without the last stage, which never runs again after the loss point.
 
-    Save options are left out, too.
+    Save options are left out as well.
     """
     n, count = numbers, numbers.gradient.size - 1
     return Numbers(
@@ -169,5 +174,5 @@ def _fronts(
 
 
 def crew_of(stages: int) -> Crew:
-    """Threads for a chain; none for short ones, where they cost more than they do."""
+    """Return threads for a chain; none for a short one, where they cost more than they save."""
     return Crew(most=_MOST_THREADS if stages >= _SHARED_STAGES else 1)

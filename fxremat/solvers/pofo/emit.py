@@ -1,4 +1,4 @@
-"""When the transfers of a plan happen, and the schedule that makes them happen then."""
+"""Computes when the transfers of a plan run, and the schedule that runs them then."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fxremat.solvers.pofo.steps import Computation, Computations
 
 
 class _Times(NamedTuple):
-    """One phase, followed from its begin; the one after the turn from its end.
+    """Times of one phase from its begin; of the phase after the loss point, from its end.
 
     Attributes:
-        begins: when each step begins.
-        copies: when the copy of each moved value begins and ends.
-        seconds: when all is done.
+        begins: begin of each step.
+        copies: begin and end of the copy of each moved value.
+        seconds: end of the phase.
     """
 
     begins: list[float]
@@ -31,10 +31,15 @@ def _follow(
     *,
     ready: bool,
 ) -> _Times:
-    """Run steps as early as memory allows, giving back what is copied as it is copied.
+    """Run steps as early as memory allows, freeing what is copied while it is copied.
 
-    ``copies`` are the step that reads a value, and its bytes, in their order. A value can be
-    copied from when its reader has ended if ``ready``, else from when that could have begun.
+    Args:
+        steps: the steps.
+        copies: for each value to copy, in order, the step that reads it and its bytes.
+        budget: bytes.
+        byte_s: seconds to copy a byte.
+        ready: whether a value can be copied from the end of its reader on, else from when the
+            reader could have begun.
     """
     now = lane = 0.0
     begins: list[float] = []
@@ -52,7 +57,7 @@ def _follow(
     return _Times(begins, done, max(now, lane))
 
 
-def _both(plan: Computations, budget: int, link: Link | None) -> tuple[_Times, _Times]:
+def _phases(plan: Computations, budget: int, link: Link | None) -> tuple[_Times, _Times]:
     out_s = 1.0 / link.offload_bytes_per_s if link else 0.0
     back_s = 1.0 / link.prefetch_bytes_per_s if link else 0.0
     ahead = _follow(
@@ -64,29 +69,29 @@ def _both(plan: Computations, budget: int, link: Link | None) -> tuple[_Times, _
 
 
 def fluid_seconds(plan: Computations, budget: int, link: Link | None) -> float:
-    """Time of a plan with fluid transfers, the two phases one after the other."""
-    ahead, back = _both(plan, budget, link)
+    """Return the time of a plan with fluid transfers, the two phases one after the other."""
+    ahead, back = _phases(plan, budget, link)
     return ahead.seconds + back.seconds
 
 
 def fluid_schedule(plan: Computations, budget: int, link: Link | None) -> Schedule:
-    """The schedule that takes ``fluid_seconds`` when it is replayed without waiting.
+    """Return the schedule that takes ``fluid_seconds`` when it is replayed without waiting.
 
-    Offloads follow their readers: they start by themselves as soon as they can. A prefetch
-    that starts as soon as it can takes memory from computations that should come first. So
-    it is cut where, with all as late as possible, a computation ends, and each part comes
-    after the last computation that begins no later than it. Replayed as early as possible,
-    nothing happens later than that: a computation waits for no part that begins after it,
-    and what is prefetched when it ends is no more than planned.
+    Offloads follow their readers, and start as soon as they can. A prefetch that starts as soon as
+    it can would take memory from computations that should come first. So with all prefetches as
+    late as possible, it is split where a computation ends, and each part follows the last
+    computation that begins no later than the part. Replayed as early as possible, nothing happens
+    later than that: a computation waits for no part that begins after it, and what has been
+    prefetched when it ends is no more than planned.
 
-    A prefetch of no bytes at the turn keeps the backward from starting before all offloads
-    are done, and prefetches stay behind the first computation after it: this is the
-    supplement's model, where no phase does what the other does.
+    A prefetch of no bytes at the loss point keeps the backward from starting before all offloads
+    are done, and prefetches stay behind the first computation after it. That is the supplement's
+    model, in which the phases do not overlap.
     """
     ops = list(_ahead(plan))
     if plan.moved:
         ops.append(Prefetch(plan.moved[-1].what, 0))
-    parts = _parts(plan, _both(plan, budget, link)[1], link)
+    parts = _parts(plan, _phases(plan, budget, link)[1], link)
     for at, step in enumerate(plan.back):
         ops += parts.get((at, 0), [])
         ops += [Wait(value.what) for value in plan.moved if value.needed == at]
@@ -108,11 +113,11 @@ def _ahead(plan: Computations) -> Iterator[Op]:
 def _parts(
     plan: Computations, times: _Times, link: Link | None
 ) -> dict[tuple[int, int], list[Prefetch]]:
-    """The parts of prefetches by step, and by how many of its operations come before."""
+    """Return the parts of prefetches by step and by the number of its operations before them."""
     parts: dict[tuple[int, int], list[Prefetch]] = {}
     if link is None:
         return parts
-    # Counted from the end: step ``at`` ends at ``ends[at]``, which is before ``ends[at - 1]``.
+    # Times count back from the end: step ``at`` ends at ``ends[at]``, less than ``ends[at - 1]``.
     ends = times.begins[::-1]
     for value, (begin, end) in zip(reversed(plan.moved), reversed(times.copies), strict=True):
         last = value.needed
@@ -132,18 +137,19 @@ def _parts(
 
 
 def _begun(step: Computation, at: int, left_s: float) -> int:
-    """How many operations of a step have begun when ``left_s`` are left until its end."""
+    """Return how many operations of a step have begun ``left_s`` seconds before its end."""
     if left_s > step.seconds:
         return 0 if at else 1  # see ``fluid_schedule``
     return len(step.ops) if left_s <= step.seconds - step.first_s else 1
 
 
 def whole_schedule(plan: Computations, budget: int, link: Link | None) -> tuple[Schedule, float]:
-    """The plan with whole transfers, and its time without waiting.
+    """Return the plan with whole transfers, and its time without waiting.
 
-    An offload gives all back at its end, a prefetch takes all at its start. It starts once
-    there is room for it until it is needed, beside all that comes before it then, the lane
-    is free, and the last stage's forward is done; at the latest right before it is needed.
+    An offload frees everything at its end, a prefetch allocates everything at its start. A prefetch
+    starts when its lane is free, the last stage's forward is done, and its memory is available
+    until it is needed, in addition to what all computations before that need; at the latest right
+    before it is needed.
     """
     if link is None:
         return fluid_schedule(plan, budget, link), fluid_seconds(plan, budget, link)
@@ -153,25 +159,25 @@ def whole_schedule(plan: Computations, budget: int, link: Link | None) -> tuple[
 
 
 class _Whole:
-    """Follows a plan with whole transfers, and places the prefetches as it goes."""
+    """Follows a plan with whole transfers, and places the prefetches."""
 
     def __init__(self, plan: Computations, budget: int, link: Link) -> None:
         self.plan = plan
         self.budget = budget
         self.link = link
         self.ops: list[Op] = []
-        self.now = 0.0  # the computations so far are done
-        self.order = 0.0  # the last of what takes memory has started
-        self.out = 0.0  # the lane of offloads is free
-        self.back = 0.0  # the lane of prefetches is free
-        self.gone: dict[int, float] = {}  # when a value's memory is given back
-        self.here: dict[int, float] = {}  # when it is back, whole
-        # Room that steps after the turn leave, prefetched values counted.
+        self.now = 0.0  # end of the computations so far
+        self.order = 0.0  # last start of an operation that takes memory
+        self.out = 0.0  # when the lane of offloads is free
+        self.back = 0.0  # when the lane of prefetches is free
+        self.gone: dict[int, float] = {}  # when a value's memory is freed
+        self.here: dict[int, float] = {}  # when a value is entirely back
+        # Free bytes of steps after the loss point, with prefetched values counted as held.
         self.room = [budget - step.nbytes for step in plan.back]
 
     @property
     def seconds(self) -> float:
-        """When all is done."""
+        """Return the end of all operations."""
         return max(self.now, self.out, self.back)
 
     def run(self) -> None:
@@ -211,11 +217,11 @@ class _Whole:
         self.out = begin + value.nbytes / self.link.offload_bytes_per_s
         if self.link.shared:
             self.back = self.out
-        self.gone[k] = self.out  # its reader has ended by the time that this is asked
+        self.gone[k] = self.out  # by the time that this is read, the value's reader has ended
         self.ops += [Offload(value.what), Free(value.what)]
 
     def _starts(self, k: int, at: int) -> bool:
-        """Whether value ``k`` is prefetched before step ``at``."""
+        """Return whether value ``k`` is prefetched before step ``at``."""
         value = self.plan.moved[k]
         if value.needed == at:
             return True

@@ -1,20 +1,20 @@
-"""``C_Δ``: what comes after the turn, without rounding what is still to be prefetched.
+"""``C_Δ``: the time after the loss point, without rounding what is still to be prefetched.
 
-While an interval ``(s, t)`` is run, ``Δ`` bytes have to arrive by its end, at bandwidth
-``β``, as late as possible. Follow one sequence of operations from its end: an operation
-that begins ``before`` seconds of work after the interval did, takes ``u`` seconds and
-needs ``n`` bytes beside boundary ``s`` may end when ``(Δ - (free - n)) / β`` seconds are
-left. That is Lemma 1. Over all operations the sequence takes
+While an interval ``(s, t)`` runs, ``Δ`` bytes have to arrive by its end, at bandwidth ``β``, as
+late as possible. Consider one sequence of operations from its end: an operation that begins
+``before`` seconds of work after the interval, takes ``u`` seconds and needs ``n`` bytes in addition
+to boundary ``s`` may end when ``(Δ - (free - n)) / β`` seconds are left. That is Lemma 1. Over all
+operations the sequence takes
 
     max(work, lag + (Δ - free) / β),    lag = max over operations of before + u + n / β
 
-so two numbers say everything about it, for every ``Δ`` and every ``free`` into which it
-fits. They compose: run one interval in another and both are a maximum of sums. ``C_Δ`` is
-the lower envelope over the sequences that fit, and only those on the Pareto *front* of
-``(work, lag)`` can be on it. The supplement has a table over ``Δ`` in slots instead, where
-each stage's ``u β`` has to be rounded, to nothing if it is less than a slot.
+so two numbers describe it for every ``Δ`` and every ``free`` into which it fits. They compose: if
+one interval runs within another, both are a maximum of sums. ``C_Δ`` is the lower envelope over the
+sequences that fit, and only those on the Pareto *front* of ``(work, lag)`` can be on it. The
+supplement has a table over ``Δ`` in slots instead, where each stage's ``u β`` has to be rounded, to
+nothing if it is less than a slot.
 
-A front holds at most ``width`` sequences; beyond, those are dropped that are missed least.
+A front has at most ``width`` sequences. Beyond that, those are dropped that matter least.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 
 _NOTHING = (-1.0, -1.0)
-"""In place of work and lag where no entry is to be explained."""
+"""Work and lag where no entry is to be explained."""
 
 
 class Fronts(NamedTuple):
@@ -43,9 +43,9 @@ class Fronts(NamedTuple):
         most_s: ``(L,)``, seconds to prefetch all that may be missing while ``(s, ·)`` runs.
         work: ``(L (L + 1) / 2, slots + 1, width)`` seconds, ascending.
         lag: the same shape, seconds, descending.
-        size: ``(L (L + 1) / 2, slots + 1)``, how many there are.
-        lost: ``(L (L + 1) / 2,)``, how many were dropped for want of width.
-        least: the sequences of least memory, in bytes, for where slots are too coarse.
+        size: ``(L (L + 1) / 2, slots + 1)``, number of sequences of a front.
+        lost: ``(L (L + 1) / 2,)``, number of sequences dropped because of ``width``.
+        least: the sequences of least memory in bytes, for budgets that slots are too coarse for.
         least_lag: ``(L, L)``, their lags.
     """
 
@@ -64,7 +64,7 @@ class Fronts(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def _insert(work: Floats, lag: Floats, size: int, new_work: float, new_lag: float) -> int:
-    """Put a sequence into a front with room for one more; returns the new size."""
+    """Insert a sequence into a front with space for one more, and return the new size."""
     at = 0
     while at < size and work[at] < new_work:
         at += 1
@@ -75,7 +75,7 @@ def _insert(work: Floats, lag: Floats, size: int, new_work: float, new_lag: floa
     end = at
     while end < size and lag[end] >= new_lag:
         end += 1
-    # Entries at … end - 1 are no better in either.
+    # The new sequence dominates the entries at … end - 1.
     if end == at:
         for k in range(size, at, -1):
             work[k] = work[k - 1]
@@ -91,7 +91,7 @@ def _insert(work: Floats, lag: Floats, size: int, new_work: float, new_lag: floa
 
 @njit(cache=True, nogil=True)
 def _thin(work: Floats, lag: Floats, size: int) -> int:
-    """Drop the sequence without which the envelope rises least; never the first or last."""
+    """Drop the sequence without which the envelope rises least, but never the first or last."""
     best = 1
     best_s = np.inf
     for k in range(1, size - 1):
@@ -106,8 +106,8 @@ def _thin(work: Floats, lag: Floats, size: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _is_beaten(work: Floats, lag: Floats, size: int, new_work: float, new_lag: float) -> bool:
-    """Whether some sequence is no worse in either."""
+def _is_dominated(work: Floats, lag: Floats, size: int, new_work: float, new_lag: float) -> bool:
+    """Return whether a sequence of the front is no worse in both work and lag."""
     for k in range(size):
         if work[k] > new_work:
             return False
@@ -117,8 +117,8 @@ def _is_beaten(work: Floats, lag: Floats, size: int, new_work: float, new_lag: f
 
 
 @njit(inline="always")
-def _all_around(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tuple[float, float]:
-    """Work and lag of ``F_all s``, a sequence of ``(s + 1, t)``, ``B s``."""
+def _of_all(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tuple[float, float]:
+    """Return work and lag of ``F_all s``, a sequence of ``(s + 1, t)``, and ``B s``."""
     n = fronts.numbers
     byte_s = fronts.byte_s
     forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
@@ -133,31 +133,30 @@ def _all_around(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tupl
 def _front(
     fronts: Fronts, s: int, t: int, m: int, want: tuple[float, float], work: Floats, lag: Floats
 ) -> tuple[int, int, int, int]:
-    """The front of ``(s, t)`` with ``s < t`` in ``work`` and ``lag``, or what makes an entry of it.
+    """Compute the front of ``(s, t)`` with ``s < t``, or explain an entry of it.
 
     Args:
-        fronts: of all shorter intervals.
+        fronts: fronts of all shorter intervals.
         s, t, m: the interval and its slots.
-        want: work and lag of the entry to explain, else ``_NOTHING``.
-        work, lag: have room for ``width + 1``.
+        want: work and lag of the entry to explain; ``_NOTHING`` to compute the front.
+        work, lag: buffers for ``width + 1`` entries.
 
     Returns:
-        The size of the front; and ``s``, the entry inside ``F_all s`` and -1, or the cut, the
-        entry of the interval after it and of the one before it; all three -1 if nothing is.
+        The size of the front, and three numbers that explain the entry: ``s``, the entry inside
+        ``F_all s`` and -1; or the cut, the entry of the interval after it and of the one before it.
+        All three are -1 if nothing is explained.
     """
     n = fronts.numbers
     count, width = n.gradient.size, fronts.work.shape[2]
     fills = want[0] < 0.0
-    # With less lag than this, the work is what counts for whatever can be missing.
+    # Whatever can be missing, only the work counts if the lag is less than this.
     floor = m * fronts.quantum * fronts.byte_s - fronts.most_s[s]
     size = 0
     left = m - in_slots(n.saved[s, 0], fronts.quantum)
     if min(left, m - in_slots(all_bytes(n, s, t, 0), fronts.quantum)) >= 0:
         inner = row_of(s + 1, t, count)
         for i in range(fronts.size[inner, left]):
-            made = _all_around(
-                fronts, s, t, fronts.work[inner, left, i], fronts.lag[inner, left, i]
-            )
+            made = _of_all(fronts, s, t, fronts.work[inner, left, i], fronts.lag[inner, left, i])
             if made[0] == want[0] and made[1] == want[1]:
                 return size, s, i, -1
             size = _insert(work, lag, size, made[0], made[1])
@@ -174,11 +173,11 @@ def _front(
         step_s = n.step[s, cut] * fronts.byte_s
         late_work, late_lag = fronts.work[late, left], fronts.lag[late, left]
         early_work, early_lag = fronts.work[early, m], fronts.lag[early, m]
-        # No pair is better in either than the best of each alone.
+        # No pair is better than the best work of each with the best lag of each.
         least_s = sweep_s + late_work[0] + early_work[0]
         least_lag = max(first, sweep_s + late_lag[lates - 1] + step_s)
         least_lag = max(least_lag, sweep_s + late_work[0] + early_lag[earlies - 1])
-        if fills and _is_beaten(work, lag, size, least_s, max(least_lag, least_s + floor)):
+        if fills and _is_dominated(work, lag, size, least_s, max(least_lag, least_s + floor)):
             continue
         for i in range(lates):
             before = sweep_s + late_work[i]
@@ -198,9 +197,10 @@ def _front(
 
 @njit(cache=True, nogil=True)
 def fill_fronts(fronts: Fronts, distance: int, begin: int, stride: int) -> None:
-    """The intervals ``(s, s + distance)`` with ``s = begin, begin + stride, …``.
+    """Fill the intervals ``(s, s + distance)`` with ``s = begin, begin + stride, …``.
 
-    Requires: all shorter intervals are filled.
+    Requires:
+        All shorter intervals are filled.
     """
     n, width = fronts.numbers, fronts.work.shape[2]
     work = np.empty(width + 1)
@@ -221,9 +221,10 @@ def fill_fronts(fronts: Fronts, distance: int, begin: int, stride: int) -> None:
 
 @njit(cache=True, nogil=True)
 def explain(fronts: Fronts, s: int, t: int, m: int, k: int) -> tuple[int, int, int]:
-    """What entry ``k`` of a front with ``s < t`` is made of, by making all of it again.
+    """Explain entry ``k`` of a front with ``s < t``, by computing the front again.
 
-    Returns as ``_front`` does.
+    Returns:
+        The three numbers that ``_front`` returns.
     """
     row, width = row_of(s, t, fronts.numbers.gradient.size), fronts.work.shape[2]
     want = fronts.work[row, m, k], fronts.lag[row, m, k]
@@ -233,14 +234,14 @@ def explain(fronts: Fronts, s: int, t: int, m: int, k: int) -> tuple[int, int, i
 
 @njit(cache=True, nogil=True)
 def fill_least_lags(fronts: Fronts) -> None:
-    """``least_lag``, from the choices of least memory."""
+    """Fill ``least_lag``, from the choices of least memory."""
     n, least, lag, byte_s = fronts.numbers, fronts.least, fronts.least_lag, fronts.byte_s
     for s in range(n.gradient.size - 1, -1, -1):
         lag[s, s] = n.leaf_s[s, 0] + n.leaf_bytes[s, 0] * byte_s
         for t in range(s + 1, n.gradient.size):
             cut = least.choice[s, t]
             if cut == s:
-                lag[s, t] = _all_around(fronts, s, t, least.seconds[s + 1, t], lag[s + 1, t])[1]
+                lag[s, t] = _of_all(fronts, s, t, least.seconds[s + 1, t], lag[s + 1, t])[1]
                 continue
             sweep_s = n.prefix_s[cut] - n.prefix_s[s]
             first = fronts.sweep_lag[s, cut] + n.gradient[t] * byte_s

@@ -1,4 +1,4 @@
-"""Runs the labels through the nodes, and reads the best decisions off."""
+"""Passes the labels through the nodes, and reads the best decisions from them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ class SweepChoice(NamedTuple):
 
     Attributes:
         stage: ``i``, whose input is kept.
-        within: ``x``: it is kept within saved set ``i - 1``.
-        cut: ``i`` for ``F_all i``; else the next stage that keeps its input, after
-            ``F_ck i, F_none i + 1, …``. One more than ``i`` for the last stage: its
-            second way.
-        moved: ``I^x_i`` is offloaded.
+        within: ``x``: whether it is kept within saved set ``i - 1``.
+        cut: ``i`` for ``F_all i``; else the next stage that keeps its input, after ``F_ck i, F_none
+            i + 1, …``. For the last stage, ``i + 1`` is its second way.
+        moved: whether ``I^x_i`` is offloaded.
     """
 
     stage: int
@@ -40,14 +39,14 @@ class SweepChoice(NamedTuple):
 
 
 def bound_s(sweep: Sweep, limits: Limits) -> float:
-    """No schedule of the supplement's model takes less, sizes in slots."""
+    """Return a lower bound in seconds on schedules of the supplement's model, sizes in slots."""
     free = sweep.budget - sweep.input_bytes
     slots = min(sweep.fronts.size.shape[1] - 1, free // sweep.fronts.quantum)
     return float(limits.bounds[0, slots].max())
 
 
 def limits_of(sweep: Sweep) -> Limits:
-    """The bounds, with nothing known yet. ``O(L² slots)`` for each pair of shares."""
+    """Return the bounds before any search. ``O(L² slots)`` for each pair of shares."""
     nodes = 2 * sweep.numbers.gradient.size
     shares = _shares(sweep)
     slots = sweep.fronts.size.shape[1]
@@ -60,9 +59,9 @@ def limits_of(sweep: Sweep) -> Limits:
 
 
 def _shares(sweep: Sweep) -> Floats:
-    """Pairs of shares around those at which moving a byte is worth as much as computing it.
+    """Return pairs of shares near those at which moving a byte takes as long as computing it.
 
-    A share ``p`` weighs a phase's transfers against its work, ``p`` to ``1 - p``.
+    A share ``p`` weights a phase's transfers against its work, as ``p`` to ``1 - p``.
     """
     n = sweep.numbers
     made = max(1.0, float(n.saved[:, 0].sum()))
@@ -81,17 +80,17 @@ def _shares(sweep: Sweep) -> Floats:
 def search(
     sweep: Sweep, limits: Limits, *, most: int, recompute: bool
 ) -> tuple[tuple[SweepChoice, ...] | None, int]:
-    """The best decisions, if they are better than ``limits.best_s``, which is lowered.
+    """Find the best decisions, if they are better than ``limits.best_s``, which is lowered.
 
     Args:
         sweep: the chain.
-        limits: what is known.
-        most: labels that a node may have; beyond, those of greatest bound are dropped.
-        recompute: allow ``F_ck`` before the last stage.
+        limits: the bounds, and the best time so far.
+        most: maximum number of labels of a node. Beyond, those of the greatest bound are dropped.
+        recompute: whether ``F_ck`` is allowed before the last stage.
 
     Returns:
-        The decisions, or ``None``; and how many labels were dropped only because there were too
-        many: if 0, and fronts were wide enough, nothing is better.
+        The decisions, or ``None``; and the number of labels dropped because of ``most``. If that is
+        0 and fronts were wide enough, nothing is better.
     """
     count = sweep.numbers.gradient.size
     labels = _no_labels(2 * count, most)
@@ -131,7 +130,7 @@ def _no_labels(nodes: int, most: int) -> Labels:
 
 
 def _walk(labels: Labels, node: int, label: int, way: int) -> Iterator[SweepChoice]:
-    """From the last decision to the first."""
+    """Yield the decisions from the last to the first."""
     yield SweepChoice(node // 2, bool(node % 2), node // 2 + way, False)
     while node > 0:
         origin = int(labels.origin[node, label])
@@ -142,42 +141,41 @@ def _walk(labels: Labels, node: int, label: int, way: int) -> Iterator[SweepChoi
 
 
 def least_memory(sweep: Sweep) -> tuple[int, tuple[SweepChoice, ...]]:
-    """The least budget, ``fixed_bytes`` left out, and decisions that need no more. ``O(L²)``.
+    """Return the least budget without ``fixed_bytes``, and decisions that need no more. ``O(L²)``.
 
-    Times do not matter to that: idle times can empty whatever waits for the link. So what
-    may move does, and only what may not is held beside what stage ``i`` itself needs.
+    Times do not matter for it, since idle times can empty whatever waits for the link. So what may
+    move does, and only what may not is held in addition to what stage ``i`` itself needs.
     """
     n = sweep.numbers
     count = n.gradient.size
-    turn = int(n.gradient[-1])
-    # best[i][x]: least memory beside A_i and, where I^x_i has to stay, beside that too.
+    gradient = int(n.gradient[-1])
+    # best[i][x]: least memory beyond A_i and, where I^x_i has to stay, beyond that too.
     best = [[0, 0] for _ in range(count)]
     cuts = [[0, 0] for _ in range(count)]
     for i in reversed(range(count)):
         for x in range(2 if i else 1):
             size = int(sweep.moves[i, x])
-            own = max(size, 0)  # counted here if it may move, else by who calls
+            input_bytes = max(size, 0)  # counted nbytes if it may move, else by the caller
             if i == count - 1:
                 needs = sweep.last_bytes.max(axis=1).tolist()
                 cuts[i][x] = i + int(needs[1] < needs[0])
-                best[i][x] = own + min(needs)
+                best[i][x] = input_bytes + min(needs)
                 continue
 
-            def after(cut: int, y: int, adds: int) -> int:
-                """Of node ``(cut, y)``, whose input adds bytes to what is held."""
+            def least_after(cut: int, y: int, adds: int) -> int:  # ``adds``: bytes of an input
                 return best[cut][y] + (adds if sweep.moves[cut, y] < 0 else 0)
 
-            here = own + max(turn + int(n.keep[i, 0]), int(n.back[i, 0]))
-            best[i][x] = max(here, after(i + 1, 1, int(n.saved[i, 0])))
+            nbytes = input_bytes + max(gradient + int(n.keep[i, 0]), int(n.back[i, 0]))
+            best[i][x] = max(nbytes, least_after(i + 1, 1, int(n.saved[i, 0])))
             cuts[i][x] = i
             for cut in range(i + 1, count):
-                here = own + max(
-                    turn + int(sweep.peaks[i, i]), int(sweep.fronts.least.memory[i, cut - 1])
+                nbytes = input_bytes + max(
+                    gradient + int(sweep.peaks[i, i]), int(sweep.fronts.least.memory[i, cut - 1])
                 )
-                here = max(here, turn + int(sweep.rest[i, cut]))
-                here = max(here, after(cut, 0, int(n.step[i, cut])))
-                if here < best[i][x]:
-                    best[i][x] = here
+                nbytes = max(nbytes, gradient + int(sweep.rest[i, cut]))
+                nbytes = max(nbytes, least_after(cut, 0, int(n.step[i, cut])))
+                if nbytes < best[i][x]:
+                    best[i][x] = nbytes
                     cuts[i][x] = cut
     base = 0 if sweep.moves[0, 0] >= 0 else sweep.input_bytes
     decisions = []

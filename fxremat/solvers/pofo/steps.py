@@ -1,4 +1,4 @@
-"""From decisions to the computations they stand for, and the memory that each needs."""
+"""Converts decisions to computations, with the memory that each needs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fxremat.solvers.sequences import walk
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """One computation, or a rebuild: two of them.
+    """One computation, or a rebuild, which is two.
 
     Attributes:
         ops: the computations.
-        seconds: how long they take.
-        nbytes: needed while they run, ``fixed_bytes`` and whatever is moved left out, but
-            with the moved value that they read.
-        first_s: of a rebuild, how long its forward takes.
+        seconds: their time.
+        nbytes: bytes needed while they run, without ``fixed_bytes`` and moved values, but with the
+            moved value that they read.
+        first_s: for a rebuild, the seconds of its forward.
     """
 
     ops: tuple[Compute, ...]
@@ -42,8 +42,8 @@ class Moved:
     Attributes:
         what: the value.
         nbytes: its size.
-        kept: the step of the first sweep that reads it.
-        needed: the step after the turn, counted from there, before which it is back.
+        kept: index of the step of the first sweep that reads it.
+        needed: index of the step after the loss point before which it has to be back.
     """
 
     what: Activations
@@ -54,12 +54,13 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Computations:
-    """All computations in their order, and what is moved.
+    """All computations in order, and what is moved.
 
     Attributes:
-        sweep: steps before the turn.
-        back: steps after it.
-        moved: in the order in which it is offloaded; it comes back in the opposite one.
+        sweep: steps before the loss point.
+        back: steps after the loss point.
+        moved: values in the order in which they are offloaded. They are prefetched in the opposite
+            order.
     """
 
     sweep: tuple[Computation, ...]
@@ -68,18 +69,18 @@ class Computations:
 
 
 def plan_of(sweep: Sweep, decisions: tuple[SweepChoice, ...]) -> Computations:
-    """The computations of decisions."""
+    """Return the computations of decisions."""
     n = sweep.numbers
     steps: list[Computation] = []
-    behind: list[list[Computation]] = []  # after the turn, of each decision
+    behind: list[list[Computation]] = []  # for each decision, its steps after the loss point
     kept: list[int] = []
-    held, back = sweep.input_bytes, 0.0  # of the label that a decision extends
-    own = [0] * len(decisions)
+    held, back = sweep.input_bytes, 0.0  # state of the label that a decision extends
+    moved_bytes = [0] * len(decisions)
     for at, decision in enumerate(decisions):
         i, cut = decision.stage, decision.cut
-        own[at] = int(sweep.moves[i, int(decision.within)]) if decision.moved else 0
+        moved_bytes[at] = int(sweep.moves[i, int(decision.within)]) if decision.moved else 0
         kept.append(len(steps))
-        steps += _ahead(sweep, decision, held, own[at])
+        steps += _ahead(sweep, decision, held, moved_bytes[at])
         if at == len(decisions) - 1:
             behind.append([_last(sweep, cut - i, held)])
             break
@@ -90,15 +91,15 @@ def plan_of(sweep: Sweep, decisions: tuple[SweepChoice, ...]) -> Computations:
             )
             waits = max(0.0, back - (free - int(n.back[i, 0])) * sweep.back_s)
             backward_s = float(n.backward_s[i, 0]) + waits
-            held += int(n.saved[i, 0]) - own[at]
+            held += int(n.saved[i, 0]) - moved_bytes[at]
         else:
             choice, backward_s = segment(sweep, i, cut, free, back)
             behind.append(_segment(sweep, (i, cut - 1), free, choice))
-            held += int(n.step[i, cut]) - own[at]
-        back = max(0.0, back - backward_s) + own[at] * sweep.back_s
+            held += int(n.step[i, cut]) - moved_bytes[at]
+        back = max(0.0, back - backward_s) + moved_bytes[at] * sweep.back_s
     begins = _begins([len(part) for part in reversed(behind)])[::-1]
     moved = [
-        Moved(_what(decision), own[at], kept[at], begins[at])
+        Moved(_what(decision), moved_bytes[at], kept[at], begins[at])
         for at, decision in enumerate(decisions)
         if decision.moved
     ]
@@ -116,23 +117,25 @@ def _what(decision: SweepChoice) -> Activations:
     return Activations(Part.INPUT, decision.stage)
 
 
-def _ahead(sweep: Sweep, decision: SweepChoice, held: int, own: int) -> Iterator[Computation]:
-    """The forwards of a decision; its input leaves after the first of them if it is moved."""
+def _ahead(
+    sweep: Sweep, decision: SweepChoice, held: int, moved_bytes: int
+) -> Iterator[Computation]:
+    """Yield the forwards of a decision. The first is the last reader of an input that is moved."""
     n = sweep.numbers
     i, cut = decision.stage, decision.cut
     seconds = np.diff(n.prefix_s[i : max(cut, i + 1) + 1]).tolist()
-    turn = int(n.gradient[-1])
+    gradient = int(n.gradient[-1])
     if cut == i:
-        yield Computation((Forward(i, Keep.ALL),), seconds[0], held + turn + int(n.keep[i, 0]))
+        yield Computation((Forward(i, Keep.ALL),), seconds[0], held + gradient + int(n.keep[i, 0]))
         return
     for k in range(i, cut):
         keep = Keep.INPUT if k == i else Keep.NONE
-        nbytes = held + turn + int(sweep.peaks[i, k]) - (own if k > i else 0)
+        nbytes = held + gradient + int(sweep.peaks[i, k]) - (moved_bytes if k > i else 0)
         yield Computation((Forward(k, keep),), seconds[k - i], nbytes)
 
 
 def _last(sweep: Sweep, way: int, held: int) -> Computation:
-    """The last stage after the turn."""
+    """Return the computation of the last stage after the loss point."""
     i = sweep.numbers.gradient.size - 1
     ops = (Forward(i, Keep.ALL), Backward(i))[1 - way :]
     nbytes = held + int(sweep.last_bytes[way, 1])
@@ -141,16 +144,19 @@ def _last(sweep: Sweep, way: int, held: int) -> Computation:
 
 
 def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) -> list[Computation]:
-    """An entry of the front of an interval, or with -1 its sequence of least memory.
+    """Return an entry of an interval's front, or, for -1, its sequence of least memory.
 
-    ``free`` are the bytes beside its first boundary.
+    Args:
+        sweep: the chain.
+        interval: the interval.
+        free: bytes that are free in addition to its first boundary.
+        choice: index of the entry.
     """
     fronts = sweep.fronts
     quantum = fronts.quantum
 
     def pick(s: int, t: int, at: tuple[int, int]) -> tuple[int, tuple[int, int], tuple[int, int]]:
-        """``at`` is slots and entry."""
-        m, entry = at
+        m, entry = at  # slots, and index in the front
         if s == t:
             return s, at, at
         cut, late, early = int(fronts.least.choice[s, t]), -1, -1
@@ -165,16 +171,16 @@ def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) ->
 
 
 def _steps(sweep: Sweep, ops: Sequence[Compute], t: int, held: int) -> Iterator[Computation]:
-    """The computations of an interval that ends with stage ``t``.
+    """Yield the computations of an interval that ends with stage ``t``.
 
-    ``held`` are bytes, with the interval's input among them.
+    ``held`` are the bytes held when it begins, including its input.
     """
     n = sweep.numbers
-    start = ops[0].stage  # whose input the forwards under way began with
+    start = ops[0].stage  # the stage that the current run of forwards began with
     inputs = {start: held}
     for index, op in enumerate(ops):
         before = ops[index - 1] if index else None
-        i, turn = op.stage, int(n.gradient[t])
+        i, gradient = op.stage, int(n.gradient[t])
         if isinstance(op, Backward):
             if before != Forward(i, Keep.ALL):
                 yield Computation((op,), float(n.backward_s[i, 0]), inputs[i] + int(n.back[i, 0]))
@@ -187,11 +193,11 @@ def _steps(sweep: Sweep, ops: Sequence[Compute], t: int, held: int) -> Iterator[
             start = i
         seconds = float(n.prefix_s[i + 1] - n.prefix_s[i])
         if op.keep is not Keep.ALL:
-            yield Computation((op,), seconds, inputs[start] + turn + int(sweep.peaks[start, i]))
+            yield Computation((op,), seconds, inputs[start] + gradient + int(sweep.peaks[start, i]))
         elif ops[index + 1] == Backward(i):
             seconds = float(n.leaf_s[i, 0])
             first_s = seconds - float(n.backward_s[i, 0])
             nbytes = inputs[i] + int(n.leaf_bytes[i, 0])
             yield Computation((op, Backward(i)), seconds, nbytes, first_s)
         else:
-            yield Computation((op,), seconds, inputs[i] + turn + int(n.keep[i, 0]))
+            yield Computation((op,), seconds, inputs[i] + gradient + int(n.keep[i, 0]))

@@ -1,19 +1,19 @@
-"""``OC_x``: the first sweep, from the input on, by what was decided so far.
+"""``OC_x``: the first sweep, from the input on, by the decisions made so far.
 
-A *label* at a *node* ``2 i + x`` is a way to have run the forwards before stage ``i``, with
-``x`` the supplement's: 0 if boundary ``i`` is held as it is, 1 within saved set ``i - 1``.
-It has what the supplement's state has, and the time that the decisions so far cost on
-either side of the turn:
+A *label* at a *node* ``2 i + x`` is a way to have run the forwards before stage ``i``, with the
+supplement's ``x``: 0 if boundary ``i`` is held as it is, 1 if within saved set ``i - 1``. It has
+what the supplement's state has, and the time that the decisions so far take before and after the
+loss point:
 
-    held   A_i + I^x_i: bytes on the device from stage i to its backward, I^x_i included
-    out    Δ_F / β: seconds to offload what waits to be
-    back   Δ_B / β: seconds to prefetch what has to be there when stage i's backward is done
-    spent  seconds of all decided forwards and backwards, idle times included
+    held   A_i + I^x_i: bytes on the device from stage i to its backward, including I^x_i
+    out    Δ_F / β: seconds to offload what waits for it
+    back   Δ_B / β: seconds to prefetch what has to be back when stage i's backward is done
+    spent  seconds of all decided forwards and backwards, including idle times
 
-A second of idle time takes a second off ``out``, or off ``back``. So a label is beaten by
-one that holds no more and could wait until it is no worse: if ``held' <= held`` and
-``spent' + max(out' - out, 0) + max(back' - back, 0) <= spent``. Nothing is rounded, and
-nothing is lost: that many fewer are kept than the ``slots³`` states of the supplement.
+A second of idle time takes a second off ``out``, or off ``back``. So a label is dominated by one
+that holds no more and could wait until it is no worse: if ``held' <= held`` and ``spent' + max(out'
+- out, 0) + max(back' - back, 0) <= spent``. Nothing is rounded and nothing is lost, but far fewer
+labels are kept than the ``slots³`` states of the supplement.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from fxremat.solvers.pofo.intervals import Fronts
 
 
 class Sweep(NamedTuple):
-    """What the first sweep is planned with; sizes in bytes.
+    """The numbers that the first sweep is planned with; sizes in bytes.
 
     Attributes:
         numbers: the chain.
         fronts: ``C_Δ`` of the stages before the last.
-        budget: for all but ``fixed_bytes``.
+        budget: bytes for everything but ``fixed_bytes``.
         input_bytes: size of boundary 0.
         out_s: seconds to offload a byte.
         back_s: seconds to prefetch a byte.
         moves: ``(L, 2)``, size of ``I^x_i``, -1 if it has to stay on the device.
-        rest: ``(L, L + 1)``, as ``numbers.sweep`` but without the first of the forwards.
+        rest: ``(L, L + 1)``, as ``numbers.sweep`` without the first of the forwards.
         peaks: ``(L, L)``, peak of forward ``k`` beyond boundary ``s``.
-        out_lag: ``(L, L + 1)``, Lemma 1 for the forwards ``s … s' - 1``: they have to wait
-            ``out + out_lag - free`` seconds, ``free`` bytes in the time to offload them.
-        last_bytes: ``(2, 2)``, for both ways of the last stage (``F_all`` and ``B``, or a
-            forward alone and then a rebuild) least memory before and after the turn.
-        last_s: ``(2,)``, seconds after the turn.
+        out_lag: ``(L, L + 1)``, Lemma 1 for the forwards ``s … s' - 1``: they have to wait for
+            ``out + out_lag - free`` seconds, with ``free`` as the time to offload the free bytes.
+        last_bytes: ``(2, 2)``, for both ways of the last stage (``F_all`` and ``B``, or a forward
+            by itself and a rebuild later) the least memory before and after the loss point.
+        last_s: ``(2,)``, seconds after the loss point.
     """
 
     numbers: Numbers
@@ -66,13 +66,13 @@ class Labels(NamedTuple):
     """Labels of every node, ``(2 L, most)`` each.
 
     Attributes:
-        held, spent, out, back: see above.
-        bound: no continuation ends before.
-        parent: index of the label it came from.
-        origin: twice that label's node, plus 1 if its ``I^x_i`` is offloaded.
-        size: ``(2 L,)``, how many a node has.
-        lost: ``(2 L,)``, how many were dropped because there were more than ``most``.
-        worst: ``(2 L,)``, the greatest bound at a node that is full, else infinite.
+        held, spent, out, back: see the module.
+        bound: lower bound in seconds on any continuation.
+        parent: index of the preceding label.
+        origin: twice the preceding label's node, plus 1 if its ``I^x_i`` is offloaded.
+        size: ``(2 L,)``, number of labels of a node.
+        lost: ``(2 L,)``, number of labels dropped because there were more than ``most``.
+        worst: ``(2 L,)``, the greatest bound at a full node, else infinite.
     """
 
     held: Ints
@@ -88,14 +88,14 @@ class Labels(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a label has to be good for.
+    """What a label has to beat.
 
     Attributes:
         shares: ``(·, 2)``, pairs ``(p, q)``.
-        bounds: ``(2 L, slots + 1, ·)``, for each of them the least time left, transfers that
-            wait already left out.
-        best_s: ``(1,)``, time of the best schedule known.
-        slack_s: a label also beats another if it is no more than this worse.
+        bounds: ``(2 L, slots + 1, ·)``, for each pair the least time left, without transfers that
+            already wait.
+        best_s: ``(1,)``, time of the best schedule so far.
+        slack_s: a label also dominates another if it is worse by at most this.
     """
 
     shares: Floats
@@ -106,13 +106,19 @@ class Limits(NamedTuple):
 
 @njit(inline="always", cache=True, nogil=True)
 def segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int, float]:
-    """``C_Δ(s, cut - 1)``: the sequence that ends first.
+    """Return the sequence of ``C_Δ(s, cut - 1)`` that ends first.
 
-    There are ``free`` bytes beside boundary ``s``, and at its end has to be there what takes
-    ``back`` seconds to prefetch. Inlined: a call would count references to all the arrays.
+    It is inlined, since a call would count references to all the arrays.
 
-    Returns the entry of the front, -1 for the sequence of least memory, -2 if not even that
-    fits; and its seconds.
+    Args:
+        sweep: the chain.
+        s, cut: the interval is ``(s, cut - 1)``.
+        free: bytes that are free in addition to boundary ``s``.
+        back: seconds to prefetch what has to be back at the end.
+
+    Returns:
+        The entry of the front (-1 for the sequence of least memory, -2 if not even that fits), and
+        its seconds.
     """
     fronts = sweep.fronts
     row = row_of(s, cut - 1, fronts.numbers.gradient.size)
@@ -144,7 +150,7 @@ def _put(
     came: tuple[int, int],
     slack: float,
 ) -> None:
-    """Add a label to a node unless it is beaten; drop those that it beats."""
+    """Add a label to a node unless it is dominated, and drop those that it dominates."""
     held, spent, out, back, bound = label
     if bound >= labels.worst[node]:
         labels.lost[node] += 1
@@ -158,7 +164,7 @@ def _put(
         late = labels.spent[node, k] - spent
         if more_held <= held and late + max(more_out, 0.0) + max(more_back, 0.0) <= slack:
             if k > 0:
-                _swap(labels, node, k, k // 2)  # where it is found sooner
+                _swap(labels, node, k, k // 2)  # so that it is compared sooner
             labels.size[node] = size
             return
         if held <= more_held and max(-more_out, 0.0) + max(-more_back, 0.0) <= late:
@@ -186,7 +192,7 @@ def _put(
 
 @njit(cache=True, nogil=True)
 def _worst(labels: Labels, node: int) -> int:
-    """The label of greatest bound, of a node that is full."""
+    """Return the label of greatest bound of a full node."""
     worst = 0
     for k in range(1, labels.held.shape[1]):
         if labels.bound[node, k] > labels.bound[node, worst]:
@@ -211,7 +217,7 @@ def _offer(
     label: tuple[int, float, float, float],
     came: tuple[int, int],
 ) -> None:
-    """Add a label to a node unless it is beaten or cannot lead to anything better."""
+    """Add a label to a node unless it is dominated or cannot lead to a better schedule."""
     held, spent, out, back = label
     if held > sweep.budget:
         return
@@ -229,9 +235,9 @@ def _offer(
 def expand_ck(
     sweep: Sweep, labels: Labels, limits: Limits, node: int, cuts: tuple[int, int, int]
 ) -> None:
-    """``OC^{F_ck}``: extend a node's labels by ``F_ck i, F_none …`` up to each of some cuts.
+    """``OC^{F_ck}``: extend a node's labels by ``F_ck i, F_none …`` up to each of several cuts.
 
-    ``cuts`` are the first, the end and a stride: threads with other cuts write other labels.
+    ``cuts`` are the first cut, their end, and a stride. Threads with other cuts write other labels.
     """
     n = sweep.numbers
     i = node // 2
@@ -265,7 +271,7 @@ def expand_ck(
 
 @njit(cache=True, nogil=True)
 def expand_all(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> None:
-    """``OC^{F_all}``: extend a node's labels by ``F_all i`` and, once all else is done, ``B i``."""
+    """``OC^{F_all}``: extend a node's labels by ``F_all i`` and, after everything else, ``B i``."""
     n = sweep.numbers
     i = node // 2
     sweep_s = n.prefix_s[i + 1] - n.prefix_s[i]
@@ -294,15 +300,16 @@ def expand_all(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> None:
 
 @njit(cache=True, nogil=True)
 def finish(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> tuple[int, int]:
-    """The loss: run the last stage, and wait between the phases for all transfers, ``ε_G``.
+    """Run the last stage, and wait between the phases for all transfers (``ε_G``).
 
-    Returns the label that gives the best schedule so far, and whether its last stage runs
-    forward alone first and is rebuilt then (1) or not (0); -1, -1 if none is better than
-    ``limits.best_s``, which is lowered.
+    Returns:
+        The label of the best schedule so far, and the last stage's way: 1 if it first runs forward
+        by itself and is rebuilt later, else 0. Both are -1 if none is better than
+        ``limits.best_s``, which is lowered.
     """
     n = sweep.numbers
     i = node // 2
-    found = (-1, -1)
+    best = (-1, -1)
     for label in range(labels.size[node]):
         out = labels.out[node, label]
         back = labels.back[node, label]
@@ -317,5 +324,5 @@ def finish(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> tuple[int
             seconds = max(forward_s, out) + max(backward_s, back) + labels.spent[node, label]
             if seconds < limits.best_s[0]:
                 limits.best_s[0] = seconds
-                found = (label, way)
-    return found
+                best = (label, way)
+    return best
