@@ -56,11 +56,11 @@ class CausalMasks:
         sources = _sources(mask) if isinstance(mask, fx.Node) else None
         if sources is None:
             return False
-        return self._answer(_written(sources), lambda: self._is_causal(sources)) and self._answer(
+        return self._cached(_written(sources), lambda: self._is_causal(sources)) and self._cached(
             _key(node), lambda: self._is_same(node)
         )
 
-    def _answer(self, key: Key, run: Callable[[], bool]) -> bool:
+    def _cached(self, key: Key, run: Callable[[], bool]) -> bool:
         if key not in self._cache.causal:
             try:
                 with undisturbed(CPU):
@@ -102,9 +102,11 @@ class CausalMasks:
         """
         traced = _traced(node.args)
         tensors = [value for value in traced if isinstance(value, torch.Tensor)]
-        return all(self._is_same_once(node, traced) for _ in range(comparisons(tensors)))
+        return all(
+            self._is_same_for_random_values(node, traced) for _ in range(comparisons(tensors))
+        )
 
-    def _is_same_once(self, node: fx.Node, traced: Sequence[Any]) -> bool:
+    def _is_same_for_random_values(self, node: fx.Node, traced: Sequence[Any]) -> bool:
         operation: Any = node.target
         options = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
         args = [made_up(value) if isinstance(value, torch.Tensor) else value for value in traced]

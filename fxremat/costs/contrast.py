@@ -82,7 +82,7 @@ def _contrasts(
             strided = [torch.stack([t, t], -1)[..., 0] if t.dim() else t for t in dense]
             place = _first_difference(node, tensors, dense, strided)
             if place is not None:
-                yield _at(dense, place)
+                yield _values_at(dense, place)
                 break
     for subset in singles:
         for scalar in scalars:
@@ -136,7 +136,7 @@ def _of_a_single_number(
         )
         place = _first_difference(node, tensors, one, other)
         if place is not None:
-            yield _at(one, place)
+            yield _values_at(one, place)
             return
 
 
@@ -150,7 +150,7 @@ def _first_difference(
     return int(differs.nonzero()[0]) if differs.any() else None
 
 
-def _at(values: Numbers, place: int) -> Numbers:
+def _values_at(values: Numbers, place: int) -> Numbers:
     return [t[place].clone() if t.dim() else t for t in values]
 
 

@@ -47,7 +47,7 @@ class Measured:
             CostError: ``costs`` belong to another graph.
         """
         _check(costs, line)
-        return Measured._of(line, costs)
+        return Measured._with_sizes_of(line, costs)
 
     def at(self, costs: RecordedCosts) -> Measured:
         """Return this line at another size.
@@ -55,10 +55,10 @@ class Measured:
         Args:
             costs: the costs of this line, scaled to that size.
         """
-        return Measured._of(self.line, costs)
+        return Measured._with_sizes_of(self.line, costs)
 
     @staticmethod
-    def _of(line: Line, costs: RecordedCosts) -> Measured:
+    def _with_sizes_of(line: Line, costs: RecordedCosts) -> Measured:
         sized = replace(line.joint.storages, nbytes=costs.storage_bytes)
         return Measured(replace(line, joint=replace(line.joint, storages=sized)), costs)
 

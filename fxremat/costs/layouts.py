@@ -52,10 +52,10 @@ class KernelLayouts:
             return None
         key: Key = (str(target), str(spec), *map(tensor_key, given))
         if key not in self._cache.left:
-            self._cache.left[key] = self._run(target, given, spec)
+            self._cache.left[key] = self._measure(target, given, spec)
         return self._cache.left[key]
 
-    def _run(self, target: Any, given: Sequence[Any], spec: Any) -> tuple[Layout, ...] | None:
+    def _measure(self, target: Any, given: Sequence[Any], spec: Any) -> tuple[Layout, ...] | None:
         device = next(t.device for t in given if isinstance(t, torch.Tensor))
         try:
             with undisturbed(device):

@@ -224,11 +224,12 @@ def _tensors(item: object, visited: dict[int, object]) -> Iterator[torch.Tensor]
         if item.is_leaf and item.grad is not None:
             yield item.grad
         return
-    for part in _parts(item):
+    for part in _references(item):
         yield from _tensors(part, visited)
 
 
-def _parts(item: object) -> Iterable[object]:
+def _references(item: object) -> Iterable[object]:
+    """Return the objects that ``item`` refers to and that may contain tensors."""
     if isinstance(item, nn.Module):
         return (*item.parameters(), *item.buffers())
     if isinstance(item, torch.optim.Optimizer):

@@ -265,7 +265,7 @@ def _greedy_within(numbers: Numbers, limit_bytes: int, thinned: Sequence[int]) -
 def _thinned(numbers: Numbers, mask: int) -> list[int]:
     """Remove storages one by one, those of least loss per byte first, and return every mask."""
     masks = [mask]
-    heap = [(0.0, i) for i in _bits(mask) if numbers.nbytes[i]]
+    heap = [(0.0, i) for i in _set_bits(mask) if numbers.nbytes[i]]
     while heap:
         now_s = numbers.seconds(mask)
         _, i = heapq.heappop(heap)
@@ -332,12 +332,12 @@ def _exact_within(numbers: Numbers, limit_bytes: int, cp_model: ModuleType) -> l
     maker = {
         i: run
         for operation, run in zip(numbers.operations, runs, strict=True)
-        for i in _bits(operation.makes)
+        for i in _set_bits(operation.makes)
     }
-    for i in _bits(numbers.required):
+    for i in _set_bits(numbers.required):
         model.add_bool_or(kept[i], maker[i])
     for operation, run in zip(numbers.operations, runs, strict=True):
-        for i in _bits(operation.reads):
+        for i in _set_bits(operation.reads):
             model.add_bool_or(kept[i], maker[i], run.Not())
     model.add(sum(n * k for n, k in zip(numbers.nbytes, kept, strict=True)) <= limit_bytes)
     weights = [round(operation.seconds / unit_s) for operation in numbers.operations]
@@ -356,7 +356,7 @@ def _without_bytes(numbers: Numbers) -> int:
     return sum(1 << i for i, nbytes in enumerate(numbers.nbytes) if not nbytes)
 
 
-def _bits(mask: int) -> list[int]:
+def _set_bits(mask: int) -> list[int]:
     return [i for i in range(mask.bit_length()) if mask >> i & 1]
 
 

@@ -242,36 +242,19 @@ def with_workspaces(
     line = resize(line, values)
     nodes, device = tuple(line.joint.module.graph.nodes), line.joint.device
     keys: dict[tuple[int, str], tuple[Block, Key]] = {}
-    made_up, operations = Synthesizer(line.joint, {}), Operations(cache, device=device)
-    first = Operations(CostCache(), device=device)  # generating kernels takes memory only once
-
-    def single_block(node: fx.Node, mode: Mode) -> tuple[Block, Key]:
-        inputs = tuple(node.all_input_nodes)
-        reads = line.joint.storages.of(inputs)
-        block = Block(line.stage_of[node], mode, (node,), inputs, (), reads)
-        (key,) = operations.keys(block).values()
-        return block, key
-
-    def workspace_bytes(block: Block, key: Key) -> int:
-        if key not in cache.workspace_bytes:
-            real = made_up.of(block.inputs)
-            if _unit_of(block):
-                first.run(block, real)
-            operations.run(block, real)
-        return cache.workspace_bytes[key]
-
+    single = _SingleOperations(line, cache)
     for place, node in enumerate(nodes):
         if _is_measured(node):
             lawless[place] |= not _keeps_bits(node, cache, note)  # if not, it has a single part
     with undisturbed(device):
         for i, mode, _ in costs.workspace_bytes:
             if lawless[i]:
-                keys[i, mode] = single_block(nodes[i], Mode(mode))
+                keys[i, mode] = single.block(nodes[i], Mode(mode))
         units = (_unit_of(block) for block, _key in keys.values())
         compile_units([*dict.fromkeys(filter(None, units))], note=note)
         tune_kernels(line.joint, {}, note=note)
         workspaces = tuple(
-            (i, mode, workspace_bytes(*keys[i, mode]) if lawless[i] else nbytes)
+            (i, mode, single.workspace_bytes(*keys[i, mode]) if lawless[i] else nbytes)
             for i, mode, nbytes in costs.workspace_bytes
         )
     asked = dict(
@@ -281,8 +264,44 @@ def with_workspaces(
         _block, key = keys.get((i, mode), (None, None))
         if key is not None and cache.asked[key]:
             asked[i, mode] = i, mode, cache.asked[key]
-    note(max(first.peak_bytes, operations.peak_bytes))
+    note(single.peak_bytes)
     return replace(costs, workspace_bytes=workspaces, asked=tuple(asked.values()))
+
+
+class _SingleOperations:
+    """Runs operations of a line by themselves, with made-up values."""
+
+    def __init__(self, line: Line, cache: CostCache) -> None:
+        device = line.joint.device
+        self._line, self._cache = line, cache
+        self._values = Synthesizer(line.joint, {})
+        self._operations = Operations(cache, device=device)
+        self._first = Operations(CostCache(), device=device)  # runs that generate kernels
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes that were held at once."""
+        return max(self._first.peak_bytes, self._operations.peak_bytes)
+
+    def block(self, node: fx.Node, mode: Mode) -> tuple[Block, Key]:
+        """Return a block of a single operation, and the operation's key."""
+        inputs = tuple(node.all_input_nodes)
+        reads = self._line.joint.storages.of(inputs)
+        block = Block(self._line.stage_of[node], mode, (node,), inputs, (), reads)
+        (key,) = self._operations.keys(block).values()
+        return block, key
+
+    def workspace_bytes(self, block: Block, key: Key) -> int:
+        """Return the workspace of a single operation, running it if it is not in the cache.
+
+        A unit runs twice: generating its kernels takes memory, but only at the first run.
+        """
+        if key not in self._cache.workspace_bytes:
+            values = self._values.of(block.inputs)
+            if _unit_of(block):
+                self._first.run(block, values)
+            self._operations.run(block, values)
+        return self._cache.workspace_bytes[key]
 
 
 def _resized(

@@ -142,7 +142,7 @@ def least(calls: Sequence[Call], *, host_bytes: int | None = None) -> Solution:
     def cost(call: Call, choice: Choice, held_bytes: _Bytes, so_far: _Costs) -> _Costs:
         return np.maximum(so_far, call.peak_bytes(choice, held_bytes))
 
-    best = _best(calls, cost)
+    best = _minimized(calls, cost)
     assert best is not None  # all costs are finite
     if host_bytes is None or best.host_bytes <= host_bytes:
         return best
@@ -185,7 +185,7 @@ def _cheapest(
         fits = call.peak_bytes(choice, held_bytes) <= budget_bytes
         return np.where(fits, so_far + cost_of(choice), np.inf)
 
-    return _best(calls, cost)
+    return _minimized(calls, cost)
 
 
 def _priced(price_s: float) -> Callable[[Choice], float]:
@@ -202,7 +202,7 @@ _Cost = Callable[[Call, Choice, _Bytes, _Costs], _Costs]
 infeasible."""
 
 
-def _best(calls: Sequence[Call], cost: _Cost) -> Solution | None:
+def _minimized(calls: Sequence[Call], cost: _Cost) -> Solution | None:
     held, costs = np.zeros(1, np.int64), np.zeros(1)
     steps: list[_Indices] = []  # for each call and state: the choice, and the previous state
     for call in calls:

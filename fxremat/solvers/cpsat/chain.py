@@ -163,11 +163,11 @@ class _Runs:
         """Return the best schedule of a search."""
         ops: list[Compute] = []
         for run in self.runs:
-            ops += _ops(search, run)
+            ops += _ops_of(search, run)
         return Solved(Schedule(tuple(ops)), seconds_of(self.problem.costs.stages, ops))
 
 
-def _ops(search: CpSolver, run: RunVariables) -> list[Compute]:
+def _ops_of(search: CpSolver, run: RunVariables) -> list[Compute]:
     ops: list[Compute] = []
     for i in range(len(run.forward)):
         for keep, how in (

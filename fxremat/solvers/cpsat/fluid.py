@@ -66,16 +66,16 @@ class Grains:
             grains = math.lcm(*per_unit)
             sums = max(sum(sizes) // common, math.ceil(ticks.per_s * total_s) // min(per_unit))
             if sums * grains <= MOST_TICKS:
-                return Grains._with(ticks, Fraction(common), per_unit)
+                return Grains._from_units(ticks, Fraction(common), per_unit)
         unit = Fraction(-(-sum(line.sizes) // _COARSE) or 1)
         per_s = 64 * min(rates) / unit
         if per_s * total_s > _COARSE**2:
             per_s = _COARSE**2 / total_s
         per_unit = [max(1, round(unit / rate * per_s)) for rate in rates]
-        return Grains._with(Ticks(per_s, False), unit, per_unit)
+        return Grains._from_units(Ticks(per_s, False), unit, per_unit)
 
     @staticmethod
-    def _with(ticks: Ticks, unit_bytes: Fraction, per_unit: Sequence[int]) -> Grains:
+    def _from_units(ticks: Ticks, unit_bytes: Fraction, per_unit: Sequence[int]) -> Grains:
         grains = math.lcm(*per_unit)
         return Grains(ticks, unit_bytes / grains, *(grains // each for each in per_unit))
 
@@ -111,8 +111,8 @@ class FluidModel:
         self.presolved = 8 * max(sum(self.sizes.values()), sum(line.sizes)) <= MOST_PRESOLVED
         self._add_times(seconds)
         self.goes = {i: model.new_bool_var(f"goes_{i}") for i in self.moved}
-        self.out = {i: self._amounts(i) for i in self.moved}
-        self.back = {i: self._amounts(i) for i in self.moved}
+        self.out = {i: self._new_amounts(i) for i in self.moved}
+        self.back = {i: self._new_amounts(i) for i in self.moved}
         self.all_out, self.all_back = (
             {i: [model.new_bool_var("") for _ in range(4 * self.count)] for i in self.moved}
             for _ in range(2)
@@ -166,7 +166,7 @@ class FluidModel:
                 self.cp.add(start >= self.times[-1])
             self.times += [start, start + ticks.count(duration)]
 
-    def _amounts(self, i: int) -> list[IntVar]:
+    def _new_amounts(self, i: int) -> list[IntVar]:
         size = self.sizes[i]
         return [self.cp.new_int_var(0, size, "") for _ in range(4 * self.count)]
 

@@ -110,20 +110,20 @@ class JoinSteps:
     def _step(self, k: int, count: int) -> StepVariables:
         """Return new variables of a step. After the last step there are none for operations."""
 
-        def some(name: str, length: int) -> list[IntVar]:
+        def variables(name: str, length: int) -> list[IntVar]:
             return [self.cp.new_bool_var(f"{name}_{k}_{i}") for i in range(length)]
 
         running = self.stages if k < count else 0
         return StepVariables(
-            none=some("none", running),
-            ck=some("ck", running),
-            all=some("all", running),
-            rebuild=some("rebuild", running),
-            back=some("back", running),
-            done=some("done", self.stages),
-            kept=some("kept", self.stages),
-            saved=some("saved", self.stages),
-            flight=[some(f"flight_{i}", len(line) + 1) for i, line in self._lines()],
+            none=variables("none", running),
+            ck=variables("ck", running),
+            all=variables("all", running),
+            rebuild=variables("rebuild", running),
+            back=variables("back", running),
+            done=variables("done", self.stages),
+            kept=variables("kept", self.stages),
+            saved=variables("saved", self.stages),
+            flight=[variables(f"flight_{i}", len(line) + 1) for i, line in self._lines()],
             ran=self.cp.new_bool_var(f"ran_{k}"),
         )
 
@@ -142,7 +142,7 @@ class JoinSteps:
     def _add_valid(self, step: StepVariables) -> None:
         """Run one operation until all is done, only if what it reads is in memory."""
         cp = self.cp
-        cp.add(sum(step.any(i) for i in range(self.stages)) == 1 - self._finished(step))
+        cp.add(sum(step.any(i) for i in range(self.stages)) == 1 - self._is_finished(step))
         for line, stages in self._lines():
             for i in stages:
                 runs = step.any(i)
@@ -160,7 +160,7 @@ class JoinSteps:
                 elif i + 1 == self.stages:
                     cp.add(step.rebuild[i] <= step.ran)
 
-    def _finished(self, step: StepVariables) -> IntVar:
+    def _is_finished(self, step: StepVariables) -> IntVar:
         finished = self.cp.new_bool_var("")
         for done in step.done:
             self.cp.add_implication(finished, done)

@@ -50,9 +50,9 @@ class Coarse:
 
     def refine(self, schedule: Schedule) -> Schedule:
         """Convert a schedule of the coarse join to one of the fine join."""
-        return Schedule(tuple(fine for op in schedule.computations for fine in self._parts(op)))
+        return Schedule(tuple(fine for op in schedule.computations for fine in self._fine_ops(op)))
 
-    def _parts(self, op: Compute) -> Sequence[Compute]:
+    def _fine_ops(self, op: Compute) -> Sequence[Compute]:
         stages = self.members[op.stage]
         if isinstance(op, Backward):
             return [Backward(stage) for stage in reversed(stages)]
@@ -128,7 +128,7 @@ def coarsen(join: Join, costs: JoinCosts, *, most_work: int) -> Coarse:
             break
         _, b, place = min(pairs)
         groups[b][place : place + 2] = [groups[b][place] + groups[b][place + 1]]
-    chains = [_merge(line, parts) for line, parts in zip(join.lines, groups, strict=True)]
+    chains = [_merged_chain(line, parts) for line, parts in zip(join.lines, groups, strict=True)]
     runs = [
         [_Run(line, [stages[i] for i in part], part[0]) for part in parts]
         for line, stages, parts in zip(join.lines, costs.lines, groups, strict=True)
@@ -145,7 +145,7 @@ def coarsen(join: Join, costs: JoinCosts, *, most_work: int) -> Coarse:
     )
 
 
-def _merge(line: Chain, parts: Sequence[Sequence[int]]) -> Chain:
+def _merged_chain(line: Chain, parts: Sequence[Sequence[int]]) -> Chain:
     stages = []
     for part in parts:
         members = [line.stages[i] for i in part]
@@ -235,7 +235,7 @@ class _Run:
             for i, (cost, stage) in pairs
         ]
 
-    def _chosen(self, choice: tuple[int, ...]) -> list[tuple[SaveOption, frozenset[int]]]:
+    def _chosen_options(self, choice: tuple[int, ...]) -> list[tuple[SaveOption, frozenset[int]]]:
         return [options[i] for options, i in zip(self._choices(), choice, strict=True)]
 
     def _peaks(self, choice: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
@@ -246,7 +246,7 @@ class _Run:
         held: set[int] = set()
         head = set(self.line.boundaries[self.first])
         kept, keeping, back = [], [], []
-        for cost, (option, added) in zip(self.stages, self._chosen(choice), strict=True):
+        for cost, (option, added) in zip(self.stages, self._chosen_options(choice), strict=True):
             held |= added
             kept.append(self.line.nbytes(held - head))
             more = cost.gradient_bytes - self.stages[-1].gradient_bytes
@@ -257,7 +257,7 @@ class _Run:
     def _combined(self, choice: tuple[int, ...]) -> SaveOption:
         """Return the save option of the merged stage that combines an option of each member."""
         kept, keeping, back = self._peaks(choice)
-        options, added = zip(*self._chosen(choice), strict=True)
+        options, added = zip(*self._chosen_options(choice), strict=True)
         return SaveOption(
             tuple(sorted(frozenset[int]().union(*added))),
             sum(option.recompute_s for option in options),

@@ -104,7 +104,7 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
         ),
         problem.budget_bytes,
         slots=slots,
-        most_slots=max(1, LARGEST_TABLE_BYTES // (8 * _checked_states(join)) - 1),
+        most_slots=max(1, LARGEST_TABLE_BYTES // (8 * _checked_state_count(join)) - 1),
     )
     return plans.schedule(problem.budget_bytes)
 
@@ -118,7 +118,7 @@ def least_budget(join: Join, costs: JoinCosts) -> tuple[int, Schedule]:
         ValueError: the join or the costs are malformed, or too large to add up.
     """
     JoinProblem(join, costs, 0)  # validates
-    _checked_states(join)
+    _checked_state_count(join)
     lines, least = _least(*join_numbers(join, costs))
     needs = _root_bytes(least)
     ops = walk.least_ops(join, lines, least, needs)
@@ -156,7 +156,7 @@ class JoinPlans(BudgetTable):
         """
         slots = whole_count(slots, name="slots")
         JoinProblem(join, costs, max_budget_bytes)  # validates
-        _checked_states(join)
+        _checked_state_count(join)
         numbers, lines = join_numbers(join, costs)
         least_lines, least = _least(numbers, lines)
         base = base_bytes(join, costs)
@@ -169,7 +169,7 @@ class JoinPlans(BudgetTable):
         most = slots_down(max(0, available + base - costs.fixed_bytes), quantum=quantum)
         most = max(free, min(most, 2 * slots))
         tables = tuple(filled(line, quantum=quantum, slots=most) for line in lines)
-        table = _table(numbers, tables, quantum, free)
+        table = _filled_table(numbers, tables, quantum, free)
         return JoinPlans(join, costs, max_budget_bytes, quantum, tables, table, least_lines, least)
 
     @property
@@ -210,7 +210,7 @@ class JoinPlans(BudgetTable):
         return row
 
 
-def _checked_states(join: Join) -> int:
+def _checked_state_count(join: Join) -> int:
     count = state_count([len(line) for line in join.lines])
     if count > MOST_STATES:
         raise ValueError(
@@ -241,7 +241,9 @@ def _least(numbers: JoinNumbers, lines: tuple[Numbers, ...]) -> tuple[tuple[Leas
     return chains, least
 
 
-def _table(numbers: JoinNumbers, lines: tuple[Table, ...], quantum: int, slots: int) -> JoinTable:
+def _filled_table(
+    numbers: JoinNumbers, lines: tuple[Table, ...], quantum: int, slots: int
+) -> JoinTable:
     states = numbers.heads * numbers.trunk_gradient.size << numbers.lengths.size
     table = JoinTable(
         numbers,

@@ -135,8 +135,8 @@ def search(
         The least idle time in seconds and the bytes to offload of each activation; ``None`` if no
         idle time is below ``below_s``, with sizes rounded up to ``quantum``.
     """
-    none, nobody = np.zeros(1), np.zeros(1, dtype=np.int64)
-    states = _States(nobody, none, none, none, nobody, np.zeros(1, dtype=np.bool_))
+    zeros_s, zeros = np.zeros(1), np.zeros(1, dtype=np.int64)
+    states = _States(zeros, zeros_s, zeros_s, zeros_s, zeros, np.zeros(1, dtype=np.bool_))
     history: list[_States] = []
     rest_s = line.compute_s
     for i in line.movable:

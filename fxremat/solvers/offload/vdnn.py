@@ -38,7 +38,7 @@ def solve(problem: Problem) -> Solution:
 
 def _fastest(line: OffloadChain) -> list[int]:
     best_s, best = float("inf"), [0] * len(line.sizes)
-    for amounts in _choices(line):
+    for amounts in _choices_by_threshold(line):
         planned = plan(line, amounts, whole=True)
         if planned is not None and planned.makespan_s < best_s:
             best_s, best = planned.makespan_s, amounts
@@ -50,7 +50,7 @@ def ratios(line: OffloadChain) -> dict[int, float]:
     return {i: line.forward_s[i] / line.sizes[i] for i in line.movable if line.sizes[i]}
 
 
-def _choices(line: OffloadChain) -> Iterator[list[int]]:
+def _choices_by_threshold(line: OffloadChain) -> Iterator[list[int]]:
     yield [0] * len(line.sizes)
     by_ratio = ratios(line)
     for threshold in sorted(set(by_ratio.values()), reverse=True):

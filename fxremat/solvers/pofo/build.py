@@ -53,7 +53,7 @@ def build(problem: Problem, *, slots: int) -> Sweep:
     forward_only = last.gradient_bytes + int(peaks[-1, -1])
     return Sweep(
         numbers=numbers,
-        fronts=_fronts(inner, sweep_lag, moves, budget=budget, byte_s=back_s, slots=slots),
+        fronts=_filled_fronts(inner, sweep_lag, moves, budget=budget, byte_s=back_s, slots=slots),
         budget=budget,
         input_bytes=problem.chain.nbytes(problem.chain.boundaries[0]),
         out_s=out_s,
@@ -122,22 +122,22 @@ def _without_last(numbers: Numbers) -> Numbers:
     return Numbers(
         prefix_s=n.prefix_s[: count + 1],
         gradient=n.gradient[:count],
-        backward_s=_corner(n.backward_s, count, 1),
-        saved=_corner(n.saved, count, 1),
-        keep=_corner(n.keep, count, 1),
-        back=_corner(n.back, count, 1),
-        step=_corner(n.step, count, count + 1),
-        sweep=_corner(n.sweep, count, count + 1),
+        backward_s=_contiguous_corner(n.backward_s, count, 1),
+        saved=_contiguous_corner(n.saved, count, 1),
+        keep=_contiguous_corner(n.keep, count, 1),
+        back=_contiguous_corner(n.back, count, 1),
+        step=_contiguous_corner(n.step, count, count + 1),
+        sweep=_contiguous_corner(n.sweep, count, count + 1),
         leaf_bytes=n.leaf_bytes[:count],
         leaf_s=n.leaf_s[:count],
     )
 
 
-def _corner(array: NDArray[_Number], rows: int, columns: int) -> NDArray[_Number]:
+def _contiguous_corner(array: NDArray[_Number], rows: int, columns: int) -> NDArray[_Number]:
     return np.ascontiguousarray(array[:rows, :columns])
 
 
-def _fronts(
+def _filled_fronts(
     numbers: Numbers,
     sweep_lag: Floats,
     moves: Ints,
@@ -156,7 +156,7 @@ def _fronts(
         numbers,
         quantum=quantum,
         byte_s=byte_s,
-        sweep_lag=_corner(sweep_lag, count, count + 1),
+        sweep_lag=_contiguous_corner(sweep_lag, count, count + 1),
         most_s=missing * byte_s,
         work=np.empty((rows, used + 1, width)),
         lag=np.empty((rows, used + 1, width)),

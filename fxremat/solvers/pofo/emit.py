@@ -57,7 +57,7 @@ def _follow(
     return _Times(begins, done, max(now, lane))
 
 
-def _phases(plan: Computations, budget: int, link: Link | None) -> tuple[_Times, _Times]:
+def _times_of_phases(plan: Computations, budget: int, link: Link | None) -> tuple[_Times, _Times]:
     out_s = 1.0 / link.offload_bytes_per_s if link else 0.0
     back_s = 1.0 / link.prefetch_bytes_per_s if link else 0.0
     ahead = _follow(
@@ -70,7 +70,7 @@ def _phases(plan: Computations, budget: int, link: Link | None) -> tuple[_Times,
 
 def fluid_seconds(plan: Computations, budget: int, link: Link | None) -> float:
     """Return the time of a plan with fluid transfers, the two phases one after the other."""
-    ahead, back = _phases(plan, budget, link)
+    ahead, back = _times_of_phases(plan, budget, link)
     return ahead.seconds + back.seconds
 
 
@@ -88,10 +88,10 @@ def fluid_schedule(plan: Computations, budget: int, link: Link | None) -> Schedu
     are done, and prefetches stay behind the first computation after it. That is the supplement's
     model, in which the phases do not overlap.
     """
-    ops = list(_ahead(plan))
+    ops = list(_first_sweep(plan))
     if plan.moved:
         ops.append(Prefetch(plan.moved[-1].what, 0))
-    parts = _parts(plan, _phases(plan, budget, link)[1], link)
+    parts = _parts(plan, _times_of_phases(plan, budget, link)[1], link)
     for at, step in enumerate(plan.back):
         ops += parts.get((at, 0), [])
         ops += [Wait(value.what) for value in plan.moved if value.needed == at]
@@ -101,7 +101,7 @@ def fluid_schedule(plan: Computations, budget: int, link: Link | None) -> Schedu
     return Schedule(tuple(ops))
 
 
-def _ahead(plan: Computations) -> Iterator[Op]:
+def _first_sweep(plan: Computations) -> Iterator[Op]:
     kept = {value.kept: value for value in plan.moved}
     for at, step in enumerate(plan.sweep):
         yield from step.ops

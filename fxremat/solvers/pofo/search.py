@@ -93,7 +93,7 @@ def search(
         0 and fronts were wide enough, nothing is better.
     """
     count = sweep.numbers.gradient.size
-    labels = _no_labels(2 * count, most)
+    labels = _empty_labels(2 * count, most)
     if sweep.input_bytes <= sweep.budget:
         labels.held[0, 0] = sweep.input_bytes
         labels.size[0] = 1
@@ -114,7 +114,7 @@ def search(
     return decisions, int(labels.lost.sum())
 
 
-def _no_labels(nodes: int, most: int) -> Labels:
+def _empty_labels(nodes: int, most: int) -> Labels:
     return Labels(
         held=np.zeros((nodes, most), dtype=np.int64),
         spent=np.zeros((nodes, most)),

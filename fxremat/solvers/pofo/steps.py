@@ -80,7 +80,7 @@ def plan_of(sweep: Sweep, decisions: tuple[SweepChoice, ...]) -> Computations:
         i, cut = decision.stage, decision.cut
         moved_bytes[at] = int(sweep.moves[i, int(decision.within)]) if decision.moved else 0
         kept.append(len(steps))
-        steps += _ahead(sweep, decision, held, moved_bytes[at])
+        steps += _first_sweep(sweep, decision, held, moved_bytes[at])
         if at == len(decisions) - 1:
             behind.append([_last(sweep, cut - i, held)])
             break
@@ -97,9 +97,9 @@ def plan_of(sweep: Sweep, decisions: tuple[SweepChoice, ...]) -> Computations:
             behind.append(_segment(sweep, (i, cut - 1), free, choice))
             held += int(n.step[i, cut]) - moved_bytes[at]
         back = max(0.0, back - backward_s) + moved_bytes[at] * sweep.back_s
-    begins = _begins([len(part) for part in reversed(behind)])[::-1]
+    begins = _start_indices([len(part) for part in reversed(behind)])[::-1]
     moved = [
-        Moved(_what(decision), moved_bytes[at], kept[at], begins[at])
+        Moved(_activations_of(decision), moved_bytes[at], kept[at], begins[at])
         for at, decision in enumerate(decisions)
         if decision.moved
     ]
@@ -107,17 +107,17 @@ def plan_of(sweep: Sweep, decisions: tuple[SweepChoice, ...]) -> Computations:
     return Computations(tuple(steps), tuple(after), tuple(moved))
 
 
-def _begins(lengths: list[int]) -> list[int]:
+def _start_indices(lengths: list[int]) -> list[int]:
     return [0, *accumulate(lengths)][:-1]
 
 
-def _what(decision: SweepChoice) -> Activations:
+def _activations_of(decision: SweepChoice) -> Activations:
     if decision.within:
         return Activations(Part.SAVED, decision.stage - 1)
     return Activations(Part.INPUT, decision.stage)
 
 
-def _ahead(
+def _first_sweep(
     sweep: Sweep, decision: SweepChoice, held: int, moved_bytes: int
 ) -> Iterator[Computation]:
     """Yield the forwards of a decision. The first is the last reader of an input that is moved."""
