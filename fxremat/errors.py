@@ -91,12 +91,8 @@ class SizesError(CaptureError):
 
     Whoever captured it with symbols may capture each size separately instead.
 
-    Args:
-        found: description of what prevents symbolic sizes.
-        remedy: what to do about it; ``None``: a default text.
-
     Attributes:
-        found: the description.
+        found: description of what prevents symbolic sizes.
     """
 
     def __init__(self, found: str, remedy: str | None = None) -> None:

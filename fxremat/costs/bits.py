@@ -208,12 +208,7 @@ def _storage_numbers(tensor: torch.Tensor) -> int:
 
 
 def comparisons(given: Sequence[torch.Tensor], results: int = 0) -> int:
-    """Return how often a run is compared.
-
-    Args:
-        given: tensors that the run takes.
-        results: how many numbers the run computes; 0 if unknown.
-    """
+    """Return how often a run of ``given`` tensors that computes ``results`` numbers is compared."""
     numbers = sum(tensor.numel() for tensor in given)
     if results:
         numbers = min(numbers, SHOWN_BY * results)

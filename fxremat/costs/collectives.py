@@ -38,14 +38,7 @@ def speeds_of(line: Line, device: torch.device) -> dict[str, tuple[float, float]
 def with_collectives(
     costs: RecordedCosts, line: Line, blocks: BlockCache, speeds: Speeds
 ) -> RecordedCosts:
-    """Add the seconds of messages to costs that were measured by this process only.
-
-    Args:
-        costs: costs of ``line``, measured as if there were no other process.
-        line: the stages.
-        blocks: blocks of ``line``.
-        speeds: speeds of the process groups in ``line``.
-    """
+    """Add the seconds of messages to costs that were measured by this process only."""
 
     def total_message_s(block: Block) -> float:
         return sum(_message_s(node, speeds) for node in block.nodes)

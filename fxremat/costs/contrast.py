@@ -68,10 +68,7 @@ def _contrasts(
 ) -> Iterator[Numbers]:
     """Yield numbers for a kernel that computes one by one, and for tensors of a single number.
 
-    Args:
-        node: the operation.
-        tensors: the tensors that it reads.
-        singles: sets of indices of tensors that may have a single number at the same time.
+    ``singles`` are sets of indices of tensors that may have a single number at the same time.
     """
     rows = [i for i, n in enumerate(tensors) if n.meta["val"].dim()]
     scalars = OF_NO_DIMENSIONS[: None if len(rows) < len(tensors) else 1]

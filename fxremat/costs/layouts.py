@@ -41,7 +41,9 @@ class KernelLayouts:
     def left(
         self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Sequence[Layout] | None:
-        """Return the layouts; see :data:`fxremat.passes.joint.layouts.Left`.
+        """Return the layouts of a kernel's results; ``None`` if its fake kernel's hold or it fails.
+
+        See :data:`fxremat.passes.joint.layouts.Left`.
 
         Ensures:
             The random generators are as before.

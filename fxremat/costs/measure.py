@@ -71,13 +71,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def peak_of(step: Callable[[], object], *, device: torch.device, resident_bytes: int = 0) -> int:
-    """Return the most bytes allocated while ``step`` runs.
-
-    Args:
-        step: function to run.
-        device: device to measure.
-        resident_bytes: bytes allocated before, which are added on a CPU only.
-    """
+    """Return the most bytes allocated while ``step`` runs; on a CPU plus ``resident_bytes``."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -119,13 +113,7 @@ def seconds_of(step: Callable[[], object], *, device: torch.device) -> float:
 def _on_cuda_s(
     run: Callable[[], object], device: torch.device, *, held_s: float = 0.0
 ) -> tuple[float, float]:
-    """Return the seconds that a device takes, and those that the host takes to launch.
-
-    Args:
-        run: function to time.
-        device: the device.
-        held_s: seconds for which the device is delayed first.
-    """
+    """Return the seconds of a device, delayed by ``held_s`` first, and of the host for launches."""
     with torch.cuda.device(device):  # events are recorded on its current stream
         start, end = (timed_event() for _ in range(2))
         if held_s:
@@ -212,10 +200,7 @@ def resident_bytes(model: nn.Module, step: Callable[[], object]) -> int:
 
 
 def _tensors(item: object, visited: dict[int, object]) -> Iterator[torch.Tensor]:
-    """Yield every tensor reachable from ``item``.
-
-    ``visited`` holds the visited objects by id, so that no id is reused.
-    """
+    """Yield every tensor reachable from ``item``; ``visited`` keeps alive what has an id in it."""
     if id(item) in visited:
         return
     visited[id(item)] = item

@@ -212,11 +212,7 @@ def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
 
 
 def search(numbers: Numbers) -> list[int]:
-    """Find the Pareto set over bytes kept and seconds.
-
-    Returns:
-        Masks that keep less than everything, most bytes first.
-    """
+    """Find masks of the Pareto set over bytes kept and seconds, most bytes first."""
     count = len(numbers.nbytes)
     if count <= MOST_EXHAUSTIVE:
         return _pareto(numbers, range(1 << count))

@@ -100,12 +100,7 @@ class Works:
         return Work(nbytes[self.kind], flops[self.kind], each)
 
     def growth(self, now: Work, before: Work) -> Floats:
-        """Return the largest growth of any tensor of each node, or of its flops; at least 1.
-
-        Args:
-            now: work at one size.
-            before: work at the size to compare with.
-        """
+        """Return by which factor each node's tensors, or its flops, have grown most; at least 1."""
         more = np.ones(len(self._kind_of_key) + 1)
         np.maximum.at(more, self._kinds, ratio(now.each_bytes, before.each_bytes))
         return np.maximum(more[self.kind], ratio(now.flops, before.flops))

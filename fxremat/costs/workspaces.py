@@ -89,12 +89,8 @@ def multiply(device: torch.device, dtype: torch.dtype, run: Callable[[Product], 
     """Multiply matrices, with and without a bias, in this thread and in a backward.
 
     The backward runs in autograd's thread, which runs a step's backward and all that it recomputes,
-    even if a capture has disabled threads.
-
-    Args:
-        device: device of the matrices.
-        dtype: dtype of the matrices.
-        run: called with each product, in the thread that is to compute it.
+    even if a capture has disabled threads. ``run`` is called with each product, in the thread that
+    is to compute it.
     """
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
         a, b = (torch.ones(_SIDE, _SIDE, device=device, dtype=dtype) for _ in range(2))

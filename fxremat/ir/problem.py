@@ -75,12 +75,7 @@ Solution = Solved | Infeasible | TimedOut
 
 
 def check_chain(chain: Chain, *, name: str = "chain") -> None:
-    """Raise ``ValueError`` for the first malformed entry of a chain.
-
-    Args:
-        chain: the chain.
-        name: name of the chain in the message.
-    """
+    """Raise ``ValueError`` for the first malformed entry of a chain that messages call ``name``."""
     count = len(chain.stages)
     if count == 0:
         raise ValueError(f"{name}.stages is empty")
@@ -109,13 +104,7 @@ def check_chain(chain: Chain, *, name: str = "chain") -> None:
 
 
 def check_stage_costs(chain: Chain, stages: tuple[StageCosts, ...], *, name: str) -> None:
-    """Raise ``ValueError`` for the first malformed entry of the costs of a chain's stages.
-
-    Args:
-        chain: the chain.
-        stages: costs of its stages.
-        name: name of ``stages`` in the message.
-    """
+    """Raise ``ValueError`` for the first malformed entry of costs that messages call ``name``."""
     if len(stages) != len(chain.stages):
         raise ValueError(f"{name} has {len(stages)} entries, expected {len(chain.stages)}")
     for i, stage in enumerate(stages):
@@ -140,12 +129,7 @@ def _check_numbers(costs: StageCosts | SaveOption, name: str) -> None:
 
 
 def check_bytes(value: int, *, name: str) -> None:
-    """Raise ``ValueError`` unless ``value`` is a whole number of bytes, at least 0.
-
-    Args:
-        value: the number.
-        name: name of the number in the message.
-    """
+    """Raise ``ValueError`` unless ``value``, called ``name``, is a whole number of at least 0."""
     if value < 0:
         raise ValueError(f"{name} is {value}, must be at least 0")
     if not math.isfinite(value) or value != int(value):

@@ -54,14 +54,9 @@ class Table(NamedTuple):
 
 
 def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
-    """Return the table of a chain, in ``O(L³ slots)`` time.
+    """Return the table of a chain, with ``slots`` slots of ``quantum`` bytes. ``O(L³ slots)``.
 
     It is computed by as many threads as ``thread_count`` returns.
-
-    Args:
-        numbers: the chain.
-        quantum: bytes of a slot.
-        slots: number of slots.
     """
     count = numbers.gradient.size
     rows = count * (count + 1) // 2
@@ -76,12 +71,7 @@ def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
 
 
 def last_filled(table: Table, numbers: Numbers) -> Table:
-    """Return a copy of a table in which intervals that end with the last stage use other sizes.
-
-    Args:
-        table: the table.
-        numbers: the chain, with these sizes of what is kept.
-    """
+    """Return a copy whose intervals that end with the last stage use the sizes of ``numbers``."""
     copy = table._replace(numbers=numbers, values=table.values.copy(), first=table.first.copy())
     count, end = numbers.gradient.size, table.values.shape[1]
     for s in range(count - 2, -1, -1):
@@ -156,11 +146,7 @@ def _fill_leaf(table: Table, s: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _try_all(table: Table, s: int, t: int, begin: int) -> int:
-    """Lower row ``(s, t)`` to ``C_all``.
-
-    Returns:
-        The first finite entry of the row, which has been ``begin`` so far.
-    """
+    """Lower row ``(s, t)`` to ``C_all``, and return its first finite entry, ``begin`` so far."""
     n, values = table.numbers, table.values
     row, inner = row_of(s, t, n.gradient.size), row_of(s + 1, t, n.gradient.size)
     for k in range(n.backward_s.shape[1]):
@@ -211,11 +197,7 @@ def lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
 
 @njit(cache=True, nogil=True)
 def _try_cuts(table: Table, s: int, t: int, from_cut: int, to_cut: int, begin: int) -> int:
-    """Lower row ``(s, t)`` to ``C_ck`` of a half-open range of cuts.
-
-    Returns:
-        As for ``_try_all``.
-    """
+    """Lower row ``(s, t)`` to ``C_ck`` of a half-open range of cuts, and return as ``_try_all``."""
     n, values, first = table.numbers, table.values, table.first
     count = n.gradient.size
     out = values[row_of(s, t, count)]
@@ -325,7 +307,7 @@ def read_out(table: Table, outer: Table, slots: int) -> Ints:
     Args:
         table: the table of all intervals.
         outer: the table of the intervals that end with the last stage.
-        slots: number of free slots, not counting boundary 0.
+        slots: number of free slots, in addition to boundary 0.
 
     Returns:
         Codes as in ``ir.schedule``; empty if no choice gives the value of some interval.

@@ -102,16 +102,13 @@ class Solution:
 def solve(
     calls: Sequence[Call], *, budget_bytes: int, host_bytes: int | None = None
 ) -> Solution | None:
-    """Find the fastest choices within a budget.
+    """Find the fastest choices within a budget; ``None`` if none fit.
 
     Args:
         calls: calls of the step.
         budget_bytes: largest peak of the step.
         host_bytes: largest amount of host memory; ``None``: unlimited. If it is the binding limit,
             the result is the best one that some price per byte of host memory leads to.
-
-    Returns:
-        The choices; ``None`` if none fit.
     """
     fast = _cheapest(calls, budget_bytes, lambda choice: choice.seconds)
     if fast is None or host_bytes is None or fast.host_bytes <= host_bytes:
@@ -132,12 +129,7 @@ def solve(
 
 
 def least(calls: Sequence[Call], *, host_bytes: int | None = None) -> Solution:
-    """Find the choices of the least peak.
-
-    Args:
-        calls: calls of the step.
-        host_bytes: largest amount of host memory; ``None``: unlimited.
-    """
+    """Find the choices of the least peak, with at most ``host_bytes`` of host memory."""
 
     def cost(call: Call, choice: Choice, held_bytes: _Bytes, so_far: _Costs) -> _Costs:
         return np.maximum(so_far, call.peak_bytes(choice, held_bytes))

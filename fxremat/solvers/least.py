@@ -52,14 +52,10 @@ class Least(NamedTuple):
 
 @njit(inline="always")
 def is_better(needs: int, takes: float, limit: int, best_s: float, tightens: bool) -> bool:
-    """Return whether a choice is better than the best so far.
+    """Return whether a choice is better than the best so far, which takes ``best_s`` seconds.
 
-    Args:
-        needs: bytes of the choice.
-        takes: seconds of the choice.
-        limit: bytes that the choice may need. If ``tightens``, the bytes of the best so far.
-        best_s: seconds of the best so far.
-        tightens: whether less memory is better than less time.
+    The choice may need ``limit`` bytes. If ``tightens``, less memory is better than less time, and
+    ``limit`` are the bytes of the best so far.
     """
     if takes == np.inf:
         return False
@@ -70,10 +66,8 @@ def is_better(needs: int, takes: float, limit: int, best_s: float, tightens: boo
 def choose_least(least: Least, s: int, t: int, available: int) -> tuple[int, int, float]:
     """Choose the fastest way to run an interval within ``available`` bytes.
 
-    For ``ANY_BYTES``, choose a way of least memory, and of these the fastest.
-
-    Returns:
-        The choice, its bytes and its seconds.
+    For ``ANY_BYTES``, choose a way of least memory, and of these the fastest. Returns the choice,
+    its bytes and its seconds.
     """
     n, memory, seconds = least.numbers, least.memory, least.seconds
     tightens = available == ANY_BYTES

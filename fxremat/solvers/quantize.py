@@ -16,17 +16,13 @@ from fxremat.solvers.numbers import Floats
 
 
 def whole_count(count: object, *, name: str) -> int:
-    """Check that an argument is a whole number of at least 1, and return it.
+    """Return ``count`` if it is a whole number of at least 1.
 
-    Functions with an argument ``slots`` call this first, so that an error does not depend on the
+    Functions with an argument ``slots`` call this first, so that errors do not depend on the
     budget.
 
-    Args:
-        count: value of the argument.
-        name: name of the argument.
-
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: it is not, and is called ``name`` in the message.
     """
     if isinstance(count, int | np.integer) and not isinstance(count, bool) and count >= 1:
         return int(count)
@@ -123,15 +119,9 @@ _Table = TypeVar("_Table", bound=BudgetTable)
 def fitting(
     build: Callable[[int], _Table], budget_bytes: int, *, slots: int, most_slots: int
 ) -> _Table:
-    """Build tables with one, two, four and eight times the slots, until one fits a budget.
+    """Build tables with one, two, four and eight times ``slots``, until one fits the budget.
 
-    With slots of one byte, more slots would not help.
-
-    Args:
-        build: builds the table for a number of slots.
-        budget_bytes: the budget.
-        slots: number of slots of the first table.
-        most_slots: maximum number of slots.
+    There are never more than ``most_slots``. With slots of one byte, more would not help.
 
     Returns:
         The first table that fits, or the last one built.

@@ -16,15 +16,10 @@ and what is then available to the interval after its forwards, and to the one be
 
 
 def walk(pick: Pick[T], s: int, t: int, available: T, *, first: int = 0) -> list[Compute]:
-    """Return the computations of an interval: Algorithm 2 of the rotor paper.
+    """Return the computations of interval ``(s, t)``: Algorithm 2 of the rotor paper.
 
-    It uses an explicit stack, since chains can be longer than Python's recursion limit.
-
-    Args:
-        pick: chooses for an interval.
-        s, t: the interval.
-        available: what is available to it.
-        first: number of the stage that ``pick`` calls 0.
+    It uses an explicit stack, since chains can be longer than Python's recursion limit. ``first``
+    is the number of the stage that ``pick`` calls 0.
     """
     ops: list[Compute] = []
     todo: list[tuple[int, int, T] | Compute] = [(s, t, available)]

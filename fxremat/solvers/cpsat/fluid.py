@@ -48,13 +48,7 @@ class Grains:
 
     @staticmethod
     def of(line: OffloadChain, seconds: Sequence[float], sizes: Sequence[int]) -> Grains:
-        """Return an exact scale if numbers stay small, else a coarse one.
-
-        Args:
-            line: the chain.
-            seconds: durations.
-            sizes: sizes in bytes.
-        """
+        """Return an exact scale for durations and sizes, or a coarse one if they are too large."""
         rates = (Fraction(line.offload_rate), Fraction(line.prefetch_rate))
         common = math.gcd(*sizes) or 1
         moves = [common / rate for rate in rates]

@@ -135,11 +135,7 @@ def _holders(crossing: HeldStorage, count: int) -> tuple[range, range]:
 def _add_once(
     model: CpModel, every: Sequence[RunVariables], crossing: HeldStorage
 ) -> Iterator[tuple[int, int, IntVar]]:
-    """Add variables for a storage that is in memory at most once.
-
-    Yields:
-        Run, place, and a variable that is 1 if the storage is held.
-    """
+    """Yield run, place, and whether a storage that is in memory at most once is held."""
     count = len(every[0].done)
     kept, saved = _holders(crossing, count)
     for k, run in enumerate(every):
@@ -159,11 +155,7 @@ def _add_once(
 def _add_instances(
     model: CpModel, every: Sequence[RunVariables], crossing: HeldStorage
 ) -> Iterator[tuple[int, int, IntVar]]:
-    """Add variables for a storage that may be in memory several times, each written in another run.
-
-    Yields:
-        Run, place, and a variable that is 1 if an instance is held.
-    """
+    """Yield run, place, and whether an instance of a storage, each of another run, is held."""
     count = len(every[0].done)
     kept, saved = _holders(crossing, count)
     writer = crossing.first - 1

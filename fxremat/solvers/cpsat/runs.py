@@ -57,11 +57,7 @@ def add_runs(
 ) -> list[RunVariables]:
     """Add variables for every valid sequence of at most ``runs`` runs, and no other; see ``chain``.
 
-    Args:
-        model: the model.
-        options: number of ways to run ``F_all`` of each stage.
-        runs: maximum number of runs.
-        persistent: whether only memory-persistent sequences are valid.
+    ``options`` are the numbers of ways to run ``F_all`` of each stage.
     """
     count = len(options)
 
@@ -229,13 +225,9 @@ def add_hint(model: CpModel, every: Sequence[RunVariables], ops: Sequence[Comput
 
 
 def _variable(run: RunVariables, op: Compute, last: Compute, ran: set[int]) -> IntVar:
-    """Return the variable that is 1 if ``op`` runs.
+    """Return the variable that is 1 if ``op`` runs in a run that ends with ``last``.
 
-    Args:
-        run: the run.
-        op: an operation of the run.
-        last: the last operation of the run.
-        ran: stages that have run. The stage of ``op`` is added.
+    ``ran`` are the stages that have run, to which that of ``op`` is added.
     """
     i = op.stage
     if isinstance(op, Backward):
@@ -251,10 +243,7 @@ def _variable(run: RunVariables, op: Compute, last: Compute, ran: set[int]) -> I
 
 
 def _split(ops: Sequence[Compute]) -> list[list[Compute]]:
-    """Split operations into runs.
-
-    A run ends with a backward, or before a forward that does not continue it.
-    """
+    """Split operations into runs, which end with a backward or before a non-consecutive stage."""
     parts: list[list[Compute]] = []
     before: Compute | None = None
     for op in ops:

@@ -47,16 +47,10 @@ def new_search(*, time_limit_s: float, workers: int) -> CpSolver:
 
 
 def fastest(search: CpSolver, model: Model, incumbent: Solved | None = None) -> Solution | None:
-    """Find the best schedule of a model.
+    """Find the best schedule of a model; ``None`` if the model is infeasible.
 
-    Args:
-        search: CP-SAT's solver.
-        model: the model.
-        incumbent: a schedule that is valid in any case.
-
-    Returns:
-        The optimum; ``TimedOut`` with the better one of ``incumbent`` and the search's best
-        schedule; ``None`` if the model is infeasible.
+    If the time limit is reached, return ``TimedOut`` with the better one of the search's best
+    schedule and ``incumbent``, a schedule that is valid in any case.
     """
     from ortools.sat.python import cp_model  # noqa: PLC0415  # takes half a second
 

@@ -169,10 +169,7 @@ class WholeModel:
             room.only_enforce_if(where)
 
     def _away_at(self, i: int, c: int, *, running: bool) -> IntVar:
-        """Return a variable that implies that ``i`` is absent at computation ``c``.
-
-        ``running`` says whether at its start, else at its end.
-        """
+        """Return a variable that implies that ``i`` is absent when ``c`` starts, or else ends."""
         at = self.start[c] if running else self.end[c]
         away = self.cp.new_bool_var(f"away_{i}_{c}_{running}")
         self.cp.add_implication(away, self.goes[i])

@@ -102,11 +102,7 @@ def with_turn(join: Join, costs: JoinCosts, *, extra_bytes: int) -> Coarse:
 
 
 def work_of(lengths: Sequence[int]) -> int:
-    """Return the number of choices that the recurrence considers per slot.
-
-    Args:
-        lengths: numbers of stages of the lines, the trunk last.
-    """
+    """Return the choices per slot for lines of these numbers of stages, the trunk last."""
     return state_count(lengths) * sum(lengths)
 
 

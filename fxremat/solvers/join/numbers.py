@@ -131,11 +131,7 @@ def _after_trunk(branch: Numbers, stages: tuple[StageCosts, ...]) -> Numbers:
 
 
 def state_count(lengths: Sequence[int]) -> int:
-    """Return the number of states of the recurrence.
-
-    Args:
-        lengths: numbers of stages of the lines, the trunk last.
-    """
+    """Return the number of states for lines of these numbers of stages, the trunk last."""
     *branches, trunk = lengths
     return math.prod([length + 1 for length in branches]) * trunk << len(branches)
 

@@ -48,14 +48,7 @@ _Pick = Callable[[int, int, int, int], tuple[int, int, int]]
 def table_ops(
     join: Join, lines: tuple[Table, ...], table: JoinTable, slots: int
 ) -> tuple[Compute, ...]:
-    """Return the schedule that gives entry ``slots`` of the whole join.
-
-    Args:
-        join: the join.
-        lines: rotor's table of each line.
-        table: the table of the join.
-        slots: number of free slots.
-    """
+    """Return the schedule of entry ``slots`` of the whole join; ``lines`` are rotor's tables."""
     choices, last = Choices.room(table.numbers), table.segments.shape[1] - 1
 
     def choose(state: State, m: int) -> Ints | None:

@@ -165,9 +165,8 @@ def _run(
 ) -> tuple[_States, Floats, Floats]:
     """Run ``F_i`` and ``B_i`` from every state that allows them, with ``ε`` added to ``idle_s``.
 
-    Returns:
-        The states, the bytes moved until the end of ``F_i``, and those moved from the start of
-        ``B_i``.
+    Returns the states, the bytes moved until the end of ``F_i``, and those from the start of
+    ``B_i``.
     """
     kept = states.kept * quantum
     forward_room = line.budget - line.forward_bytes[i] - kept

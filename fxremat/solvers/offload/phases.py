@@ -107,10 +107,7 @@ class OffloadTimes:
 def plan(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> OffloadTimes | None:
     """Return the ordered no-wait schedule that offloads ``amounts[i]`` bytes of ``x_i``.
 
-    ``O(L log L)``.
-
-    Returns:
-        The times; ``None`` if that is not enough for some operation, however long it waits.
+    ``None`` if that is not enough for some operation, however long it waits. ``O(L log L)``.
     """
     forward_away, backward_away = line.away(line.forward_bytes), line.away(line.most_backward_bytes)
     if not suffices(line, amounts):
@@ -220,13 +217,9 @@ def _reached(
 def solve_by(
     problem: Problem, amounts_of: Callable[[OffloadChain], Sequence[float]], *, whole: bool
 ) -> Solved | Infeasible:
-    """Return the ordered no-wait schedule for a choice of what to offload.
+    """Return the ordered no-wait schedule that offloads what ``amounts_of`` returns.
 
-    Args:
-        problem: the chain, its costs, the budget and the link.
-        amounts_of: returns the bytes to offload of each activation. They must suffice if the budget
-            is feasible.
-        whole: whether transfers are whole.
+    ``amounts_of`` returns bytes of each activation, which suffice if the budget is feasible.
 
     Raises:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
@@ -282,11 +275,7 @@ def sequence(
 def _cuts(
     t: Transferred, starts: list[float], slack: float
 ) -> Iterator[tuple[float, float | None]]:
-    """Split a prefetch at starts of computations.
-
-    Yields:
-        The begin of each part, and its bytes; ``None`` for the last part.
-    """
+    """Split a prefetch at starts of computations into begins and bytes (``None`` for the last)."""
     begin_s = t.begin_s
     for start in starts[bisect_right(starts, begin_s + slack) :]:
         if start >= t.end_s - slack:

@@ -235,7 +235,9 @@ def _search(
     slack: float,
     recompute: bool,
 ) -> int:
-    """Add a plan if there is a better one, and return how many labels were dropped."""
+    """Search once, add the plan to ``plans`` if it is the best so far, and return labels
+    dropped.
+    """
     slack_s = slack * float(limits.best_s[0]) / sweep.numbers.gradient.size
     limits = limits._replace(slack_s=slack_s)
     decisions, lost = search(sweep, limits, most=labels, recompute=recompute)

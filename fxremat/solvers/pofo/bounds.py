@@ -46,14 +46,10 @@ def _lower(
     takes: tuple[float, float, float, float],
     following: tuple[int, int],
 ) -> None:
-    """Lower the bound of ``node`` at ``m`` slots to that of a step and the next bound.
+    """Lower the bound of ``node`` at ``m`` slots to that of a step and the ``following`` bound.
 
-    Args:
-        limits: the bounds.
-        node: the node.
-        m: its free slots.
-        takes: seconds of the step's forwards, backwards, offload and prefetch.
-        following: the next node and its free slots. A node of -1 is the end.
+    The step ``takes`` seconds of forwards, backwards, an offload and a prefetch. ``following`` is
+    the next node and its free slots; a node of -1 is the end.
     """
     out = limits.bounds[node, m]
     shares = limits.shares

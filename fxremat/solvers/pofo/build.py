@@ -30,7 +30,7 @@ _MOST_THREADS = 8
 
 
 def build(problem: Problem, *, slots: int) -> Sweep:
-    """Return everything but the labels.
+    """Return the arrays that the search works on, except for its labels.
 
     ``O(L³ slots width²)`` time, less where fronts are short.
 

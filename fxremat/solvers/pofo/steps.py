@@ -146,11 +146,7 @@ def _last(sweep: Sweep, way: int, held: int) -> Computation:
 def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) -> list[Computation]:
     """Return an entry of an interval's front, or, for -1, its sequence of least memory.
 
-    Args:
-        sweep: the chain.
-        interval: the interval.
-        free: bytes that are free in addition to its first boundary.
-        choice: index of the entry.
+    ``free`` are the bytes that are free in addition to its first boundary.
     """
     fronts = sweep.fronts
     quantum = fronts.quantum
@@ -173,7 +169,7 @@ def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) ->
 def _steps(sweep: Sweep, ops: Sequence[Compute], t: int, held: int) -> Iterator[Computation]:
     """Yield the computations of an interval that ends with stage ``t``.
 
-    ``held`` are the bytes held when it begins, including its input.
+    ``held`` is the number of bytes held when it begins, including its input.
     """
     n = sweep.numbers
     start = ops[0].stage  # the stage that the current run of forwards began with
