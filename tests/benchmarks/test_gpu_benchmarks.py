@@ -114,7 +114,11 @@ def out_of_memory() -> CostError:
 
 
 FAILURES: dict[str, tuple[Exception, str, str]] = {
-    "CostError": (CostError("operation mm cannot be run by itself"), "failed", "CostError: operation"),
+    "CostError": (
+        CostError("operation mm cannot be run by itself"),
+        "failed",
+        "CostError: operation",
+    ),
     "CUDA error": (RuntimeError("CUDA error: an illegal access"), "failed", "RuntimeError: CUDA"),
     "out of memory": (torch.OutOfMemoryError("CUDA out of memory"), "skipped", "does not fit"),
     "wrapped": (out_of_memory(), "skipped", "does not fit"),
