@@ -12,19 +12,19 @@ from fxremat.ir import JoinProblem, Problem, Solution
 
 SOLVERS = {
     "store_all": "store_all",
-    "periodic": "periodic",
-    "revolve": "revolve",
+    "periodic": "papers.periodic",
+    "revolve": "papers.revolve",
     "rotor": "rotor",
     "join": "join",
     "equiv_chain": "join.equiv",
-    "pofo": "pofo",
-    "greedy": "offload.greedy",
-    "dynprog": "offload.dp",
-    "vdnn": "offload.vdnn",
-    "conv": "offload.conv",
-    "cpsat": "cpsat.chain",
-    "cpsat_join": "cpsat.join",
-    "cpsat_offload": "cpsat.offload",
+    "pofo": "papers.pofo",
+    "greedy": "papers.offload.greedy",
+    "dynprog": "papers.offload.dp",
+    "vdnn": "papers.offload.vdnn",
+    "conv": "papers.offload.conv",
+    "cpsat": "papers.cpsat.chain",
+    "cpsat_join": "papers.cpsat.join",
+    "cpsat_offload": "papers.cpsat.offload",
 }
 """For each name of a solver, its module in ``fxremat.solvers``, whose docstring says what it
 finds."""

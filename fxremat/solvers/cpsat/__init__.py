@@ -1,6 +1,0 @@
-"""Exact solvers of small problems, using OR-Tools CP-SAT, which is imported with them."""
-
-from fxremat.solvers.cpsat import offload
-from fxremat.solvers.cpsat.chain import solve
-
-__all__ = ["offload", "solve"]
