@@ -1,4 +1,4 @@
-"""Tables on the console, whatever characters it can show. Needs rich."""
+"""Tables on the standard output, in ASCII where it cannot show Unicode. Requires rich."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import sys
 from typing import TextIO, cast
 
-_state = random.getstate()  # rich draws a number when it is imported
+_state = random.getstate()  # importing rich draws a random number
 try:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console, Group, RenderableType
@@ -27,17 +27,18 @@ _ASCII |= {ord("×"): "x", ord("µ"): "u", ord("…"): "~", ord("–"): "-"}
 
 
 def show(what: RenderableType, *, width: int) -> str:
-    """Print ``what`` to the standard output, in ASCII where that is all it can show.
+    """Print ``what`` to the standard output, in ASCII where the output cannot show Unicode.
 
     Args:
-        what: for rich.
-        width: columns where the output is no terminal, which has a width of its own.
+        what: anything that rich can render.
+        width: number of columns where the output is not a terminal. A terminal has its own width.
 
-    Returns what was printed, without colours.
+    Returns:
+        The printed text, without colors.
     """
     if not _is_ascii(sys.stdout):
         return _print(Console(record=True, markup=False), what, width)
-    # The same table as in Unicode, written in ASCII.
+    # Render the table in Unicode, then replace its characters.
     terminal = sys.stdout.isatty()
     console = Console(record=True, file=io.StringIO(), force_terminal=terminal, markup=False)
     text = _print(console, what, width)
@@ -53,12 +54,12 @@ def _print(console: Console, what: RenderableType, width: int) -> str:
 
 
 def _is_ascii(out: TextIO) -> bool:
-    """Whether ``out`` takes less than Unicode.
+    """Return whether ``out`` can show ASCII only.
 
-    In a locale of ASCII Python writes UTF-8 all the same, but who reads it may not.
+    In an ASCII locale Python writes UTF-8 nevertheless, but its reader may not understand that.
     """
     encoding: str | None = getattr(out, "encoding", None)
-    if encoding is None:  # text in memory, or no output at all
+    if encoding is None:  # an in-memory stream, or no output at all
         return False
     if not encoding.lower().startswith("utf"):
         return True

@@ -1,8 +1,8 @@
-"""Every error fxremat raises: each names the object, the numbers and the remedy.
+"""Errors raised by fxremat. Each message names the object, the numbers and the remedy.
 
-What the user wrote is refused by two of them: a budget by :class:`BudgetError`, every other
-argument by :class:`ArgumentError`, whether its type or its value is wrong. All other errors
-are about what was found when the model was captured, planned or run.
+Two of them refuse what the caller wrote: :class:`BudgetError` a budget, :class:`ArgumentError` any
+other argument, whether its type or its value is wrong. All others report a problem with the model,
+met while it was captured, planned or run.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class FxrematError(Exception):
 
 
 class BudgetError(FxrematError):
-    """The budget cannot be read, or is below what any known schedule needs.
+    """The budget cannot be read, or is below what any schedule needs.
 
     Attributes:
-        least_budget_bytes: the least budget for which a schedule was found, or
-            ``None`` when the budget could not be read at all.
-        largest: where sizes vary: for each dimension of an argument, named as
-            ``args[0].shape[0]``, the largest size that fits while what does not follow it
-            stays as it is; none where not even the smallest does.
+        least_budget_bytes: the least budget of any schedule, or ``None`` when the budget could not
+            be read at all.
+        largest: with symbolic sizes, the largest size of each dimension that fits while all sizes
+            that do not depend on it stay as they are. A dimension is named ``args[0].shape[0]``. It
+            is empty where not even the smallest size fits.
     """
 
     def __init__(
@@ -43,22 +43,21 @@ class BudgetError(FxrematError):
 
 
 class BudgetWarning(UserWarning):
-    """A step took more than its budget, because of what could not be known beforehand."""
+    """A step exceeded its budget for a reason that could not be known when it was planned."""
 
 
 class GraphBreakWarning(UserWarning):
-    """A model is captured in several graphs, and what is between them is not planned."""
+    """A model is captured as several graphs, and what runs between them is not planned."""
 
 
 class ArgumentError(FxrematError, ValueError, TypeError):
-    """An argument is not what it may be.
+    """An argument has a wrong type or value.
 
-    It is both a ``ValueError`` and a ``TypeError``, so whoever catches either need not know
-    what was wrong.
+    It is both a ``ValueError`` and a ``TypeError``, so callers can catch either.
 
     Attributes:
-        argument: its name.
-        value: what was given.
+        argument: name of the argument.
+        value: value that was given.
     """
 
     def __init__(self, message: str, *, argument: str, value: object) -> None:
@@ -68,30 +67,32 @@ class ArgumentError(FxrematError, ValueError, TypeError):
 
 
 def refuse(argument: str, value: object, must_be: str) -> NoReturn:
-    """Raise the error of an argument that must be something else."""
+    """Raise an :class:`ArgumentError` that says what an argument must be.
+
+    Args:
+        argument: name of the argument.
+        value: value that was given.
+        must_be: description of valid values, such as ``"a positive number"``.
+    """
     message = f"{argument} is {_shown.repr(value)}: must be {must_be}"
     raise ArgumentError(message, argument=argument, value=value)
 
 
 class CaptureError(FxrematError):
-    """The step could not be captured as one joint forward and backward graph.
+    """The step could not be captured as one joint graph of forward and backward.
 
-    The model breaks the graph, or a CUDA graph is being captured, in which nothing can be
-    measured.
+    Either the model breaks the graph, or a CUDA graph is being captured, during which nothing can
+    be measured.
     """
 
 
 class SizesError(CaptureError):
-    """A step with symbols in place of sizes cannot be followed; one of numbers may be.
+    """A step with symbolic sizes cannot be planned, although one with fixed sizes may be.
 
-    Whoever captured it with symbols may do so again with numbers, each size by itself.
-
-    Args:
-        found: what does not follow the sizes.
-        remedy: what to do about it.
+    Whoever captured it with symbols may capture each size separately instead.
 
     Attributes:
-        found: as given.
+        found: description of what prevents symbolic sizes.
     """
 
     def __init__(self, found: str, remedy: str | None = None) -> None:
@@ -107,35 +108,36 @@ class SizesError(CaptureError):
 
 
 class SampleError(FxrematError):
-    """The sample is no call of the model: no tensor, tuple, dict or ``Sample``, or tensors on
-    another device than the model.
+    """The sample is not a call of the model.
 
-    What the model itself raises at a sample, such as of a shape it does not take, is raised as it
-    is, with a note of the shapes it was called with.
+    It is no tensor, tuple, dict or ``Sample``, or its tensors are on another device than the model.
+    Errors that the model raises for a sample, for example about a shape that it does not accept,
+    are passed on unchanged, with a note of the sample's shapes.
     """
 
 
 class NoGradientError(FxrematError):
-    """The model has nothing to train: no parameter or input requires a gradient."""
+    """There is nothing to train: no parameter or input requires a gradient."""
 
 
 class GraphError(FxrematError):
-    """A graph violates what a pass requires of it."""
+    """A graph violates a requirement of a pass."""
 
 
 class CostError(FxrematError):
-    """An operation could not be run alone, so its cost is unknown."""
+    """An operation could not be run by itself, so its cost is unknown."""
 
 
 class ScheduleError(FxrematError):
-    """A schedule reads what none of its operations has computed."""
+    """A schedule reads a value that none of its operations has computed."""
 
 
 class PlanError(FxrematError):
-    """A kept plan cannot be read or written, or is not one of the step that is compiled.
+    """A saved plan cannot be read or written, or is not a plan of the step being compiled.
 
     Attributes:
-        differs: of the step, what is not as in the plan; empty where the plan is not readable.
+        differs: descriptions of the differences between the plan's step and the compiled one; empty
+            where the plan cannot be read.
     """
 
     def __init__(self, message: str, *, differs: tuple[str, ...] = ()) -> None:
@@ -144,17 +146,17 @@ class PlanError(FxrematError):
 
 
 class BackwardError(FxrematError, RuntimeError):
-    """The backward was asked for something a planned step cannot give, or is not right any more.
+    """The backward was asked for something that a planned step cannot give, or its state is stale.
 
-    It is a ``RuntimeError``, as autograd's own.
+    It is a ``RuntimeError``, like autograd's errors.
     """
 
 
 class HostMemoryError(FxrematError):
-    """Host memory for activations cannot be had: limit, pinned memory, disk or folder.
+    """Host memory for activations is unavailable: its limit, pinned memory, disk or folder.
 
     Attributes:
-        asked_bytes: what was asked for.
+        asked_bytes: number of bytes requested.
     """
 
     def __init__(self, message: str, *, asked_bytes: int) -> None:
@@ -163,10 +165,10 @@ class HostMemoryError(FxrematError):
 
 
 class RankError(FxrematError, RuntimeError):
-    """Processes that train one model do not agree, or one of them does not come.
+    """Processes that train one model disagree, or some of them are missing.
 
     Attributes:
-        ranks: of those that differ from the first of them, or are missing.
+        ranks: the ranks that differ from the first one, or that are missing.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
@@ -175,4 +177,4 @@ class RankError(FxrematError, RuntimeError):
 
 
 class TransferError(FxrematError):
-    """A transfer between device and host memory failed, or was asked for wrongly."""
+    """A transfer between device and host memory failed, or was requested incorrectly."""

@@ -1,4 +1,4 @@
-"""numba's compiler of loops, and its cache where there is a folder for that."""
+"""A wrapper of ``numba.njit`` that works without a folder for numba's cache."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[F], F]:
-    """``numba.njit``, without its cache where no folder can be written to.
+    """Return ``numba.njit(...)``, without its cache where no folder is writable.
 
-    As where the package is installed read-only, for a user without a home.
+    That is so, for example, where the package is installed read-only and the user has no home.
     """
 
-    def made(function: F) -> F:
+    def decorate(function: F) -> F:
         compiled: F
         try:
             compiled = numba.njit(cache=cache, **options)(function)
-        except RuntimeError:  # before anything is compiled
+        except RuntimeError:  # raised before anything is compiled
             if not cache:
                 raise
             _warn_once()
             compiled = numba.njit(**options)(function)
         return compiled
 
-    return made
+    return decorate
 
 
 @functools.cache
 def _warn_once() -> None:
     logging.getLogger("fxremat").warning(
-        "numba has no folder in which it can keep compiled loops of the planner, so each process "
-        "compiles them for itself, which takes a minute: set NUMBA_CACHE_DIR to a folder that this "
-        "user can write to"
+        "numba has no writable cache folder, so every process compiles the planner's loops again, "
+        "which takes about a minute: set NUMBA_CACHE_DIR to a folder that this user can write to"
     )

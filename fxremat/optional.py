@@ -1,7 +1,4 @@
-"""Packages that a plan can do without, and what it lacks then.
-
-A step is captured, planned and run with torch, numpy and numba alone.
-"""
+"""Optional packages. Capturing, planning and running a step require torch, numpy and numba only."""
 
 from __future__ import annotations
 
@@ -10,19 +7,23 @@ import importlib
 import logging
 from types import ModuleType
 
-_LACKS = {
+_CONSEQUENCES = {
     "ortools": (
         logging.WARNING,
-        "plans have no bound on their time, and what large stages keep is found by a heuristic",
+        "plans have no bound on their time, and a heuristic chooses what large stages keep",
     ),
     "rich": (logging.INFO, "progress is logged, and tables cannot be printed"),
 }
-"""What is lost without a package, and how loudly that is said."""
+"""For each package, the log level and the text of the message that it is missing."""
 
 
 @functools.cache
 def find(module: str) -> ModuleType | None:
-    """A module of a package that may be missing, or ``None``; that is logged once a package."""
+    """Import a module of an optional package.
+
+    Returns:
+        The module, or ``None`` where it cannot be imported. That is logged once per package.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -37,7 +38,12 @@ def _log(package: str, reason: str) -> None:
     if package in _logged:
         return
     _logged.add(package)
-    level, lack = _LACKS[package]
+    level, consequence = _CONSEQUENCES[package]
     logging.getLogger("fxremat").log(
-        level, "%s cannot be imported (%s): %s; pip install %s", package, reason, lack, package
+        level,
+        "%s cannot be imported (%s): %s; pip install %s",
+        package,
+        reason,
+        consequence,
+        package,
     )

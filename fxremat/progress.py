@@ -1,4 +1,4 @@
-"""How far planning has come, on the standard error output or in the log: one line a phase."""
+"""Progress of planning, one line per phase, on the standard error output or in the log."""
 
 from __future__ import annotations
 
@@ -21,50 +21,50 @@ LOG = logging.getLogger("fxremat")
 CAPTURE, MEASURE, PLAN, WRITE = "capture", "measure", "plan", "write"
 
 COMPILE = "compiling the planner, once"
-"""While numba compiles loops of the planner: the cache folder of numba keeps them."""
+"""Name of the phase in which numba compiles the planner's loops, which numba then caches."""
 
 REFRESH_S = 0.1
-"""The least between two states of a bar."""
+"""Shortest time between two updates of a bar, in seconds."""
 
 LOG_EVERY_S = 10.0
-"""From one line of the log to the next while a phase goes on."""
+"""Time between two log records of one phase, in seconds."""
 
 
 class Progress(Protocol):
-    """Is told that a phase goes on; another name than before ends the phase before."""
+    """A callback that is notified of progress. A new phase name ends the previous phase."""
 
     def __call__(self, what: str, done: int = 0, total: int = 0, /) -> None:
-        """Show it.
+        """Show the progress of a phase.
 
         Args:
             what: name of the phase.
-            done: how many of its parts are.
-            total: how many there are; 0: nobody knows.
+            done: number of parts that are done.
+            total: number of parts; 0 where it is unknown.
         """
 
 
 def silent(_what: str, _done: int = 0, _total: int = 0, /) -> None:
-    """No progress: as of plans that are made inside a training step."""
+    """Show nothing. Plans that are made inside a training step use it."""
 
 
 def wanted() -> bool:
-    """Whether progress is shown at all: ``FXREMAT_PROGRESS=0`` turns it off."""
+    """Return whether progress is shown at all; ``FXREMAT_PROGRESS=0`` turns it off."""
     return os.environ.get("FXREMAT_PROGRESS") != "0"
 
 
 def on_terminal() -> bool:
-    """Whether people see the standard error output while it is written."""
+    """Return whether the standard error output is a terminal."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
 def shown(*, here: bool = True) -> Iterator[Progress]:
-    """Show phases: bars of rich on a terminal, else records of the logger ``"fxremat"``.
+    """Show phases as rich's bars on a terminal, else as records of the logger ``"fxremat"``.
 
-    A phase that fails has no line: its error tells.
+    A phase that fails gets no line: its error says what failed.
 
     Args:
-        here: ``False``: another process shows them.
+        here: whether this process shows progress; pass ``False`` where another process does.
     """
     if not (here and wanted()):
         yield silent
@@ -81,11 +81,11 @@ def shown(*, here: bool = True) -> Iterator[Progress]:
 
 
 class _Logged:
-    """A line that is written when its phase has ended, and one every ten seconds meanwhile; one at
-    its begin, too, where it is long.
+    """Logs a line when a phase ends, and one every ten seconds while it runs.
 
-    A phase may report nothing for long, as while torch captures a model, so a thread writes these
-    lines. It does nothing else.
+    The phase :data:`COMPILE` gets a line at its start as well. A phase may report nothing for a
+    long time, for example while torch captures a model, so a thread writes these lines. The thread
+    does nothing else.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,6 @@ class _Logged:
         self._thread: threading.Thread | None = None
 
     def show(self, what: str, done: int, total: int) -> None:
-        """A phase goes on."""
         if what != self._now[0]:
             self._begun_s = time.perf_counter()
         self._now = what, done, total
@@ -113,25 +112,23 @@ class _Logged:
             LOG.info("%s …%s %.0f s", what, f" {done}/{total}," if total else "", seconds)
 
     def end(self, what: str, seconds: float) -> None:
-        """A phase has ended."""
         LOG.info("%s: %.1f s", what, seconds)
 
     def close(self) -> None:
-        """Nothing goes on."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
 
 class _Bar(_Logged):
-    """A line of a terminal that changes while its phase goes on.
+    """Shows a phase as one line of the terminal that is redrawn while the phase runs.
 
-    No thread draws it, which would be in the way of what is measured. Being one line, it wipes
-    nothing out that others write meanwhile.
+    No thread redraws it, since a thread would disturb measurements. One line overwrites nothing
+    that others print meanwhile.
     """
 
     def __init__(self) -> None:
-        from rich.console import Console  # noqa: PLC0415  # an import of fxremat loads no rich
+        from rich.console import Console  # noqa: PLC0415  # importing fxremat must not load rich
 
         super().__init__()
         self._console = Console(stderr=True)
@@ -167,7 +164,7 @@ class _Bar(_Logged):
 
 
 def _row(what: str, done: int, total: int) -> RenderableType:
-    """What is seen of a phase that goes on."""
+    """Return the table row that shows a running phase."""
     from rich.progress_bar import ProgressBar  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -181,13 +178,13 @@ def _row(what: str, done: int, total: int) -> RenderableType:
 
 
 class _Phases:
-    """Times phases, and apart from them what numba takes for loops that it has not compiled yet."""
+    """Measures the time of phases, and separately the time in which numba compiles loops."""
 
     def __init__(self, line: _Logged) -> None:
         self._line = line
         self._now: tuple[str, int, int] | None = None
         self._begun_s = self._compiling_s = self._compiled_s = 0.0
-        self._depth = 0  # loops that call others are compiled around those
+        self._depth = 0  # compiling a loop compiles the loops that it calls
         self._listening = contextlib.ExitStack()
 
     def __call__(self, what: str, done: int = 0, total: int = 0, /) -> None:
@@ -200,7 +197,7 @@ class _Phases:
         self._line.show(*self._now)
 
     def end(self) -> None:
-        """The phase has ended."""
+        """Report the phase that has ended, if there is one."""
         if self._now is None:
             return
         seconds = time.perf_counter() - self._begun_s
@@ -210,12 +207,12 @@ class _Phases:
         self._now, self._compiled_s = None, 0.0
 
     def close(self) -> None:
-        """Nothing is told any more."""
+        """Stop listening to numba and release the line."""
         self._listening.close()
         self._line.close()
 
     def _listen(self) -> None:
-        """Hear of what numba compiles: planning, which needs it anyway, may be what loads it."""
+        """Register for numba's compile events. Importing numba here costs nothing extra."""
         self._listening.close()
         from numba.core import event  # noqa: PLC0415
 
@@ -231,7 +228,7 @@ class _Phases:
         self._listening.enter_context(event.install_listener("numba:compile", Listener()))
 
     def compiling(self, event: Any, more: int) -> None:
-        """Compiling a loop begins or, ``more`` being -1, ends."""
+        """Note that numba begins to compile a loop (``more`` is 1) or has compiled it (-1)."""
         module = event.data["dispatcher"].py_func.__module__
         if self._now is None or not module.startswith("fxremat."):
             return

@@ -1,4 +1,4 @@
-"""Byte counts and durations, from and for people."""
+"""Conversion of byte counts and durations to and from text."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from fractions import Fraction
 from typing import Literal
 
 Counted = Literal["allocated", "reserved"]
-"""What a budget may be for: blocks that are handed out, or what is taken from the device."""
+"""What a budget limits: the bytes of allocated blocks, or the bytes reserved from the device."""
 
 _FACTORS = {"": 1} | {
     prefix + binary: (1024 if binary else 1000) ** power
     for power, prefix in enumerate("KMGT", start=1)
     for binary in ("", "I")
 }
-"""By what stands before the ``B``, which may be left out."""
+"""Bytes per unit, by the unit's prefix in upper case; the ``B`` may be missing."""
 
 _BYTES = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str) -> int | None:
-    """``"6 GiB"``, ``"512MB"`` or ``"1048576"`` in bytes, rounded down.
+    """Parse a number of bytes such as ``"6 GiB"``, ``"512MB"`` or ``"1048576"``, rounded down.
 
     Prefixes are decimal, as in ``"6 GB"`` and ``"6G"``, or binary, as in ``"6 GiB"`` and ``"6Gi"``.
 
-    Returns ``None`` for text that is no number of bytes.
+    Returns:
+        The number of bytes, or ``None`` if the text is not one.
     """
     match = _BYTES.fullmatch(text)
     factor = None if match is None else _FACTORS.get(match[2].upper().removesuffix("B"))
@@ -34,7 +35,7 @@ def parse_bytes(text: str) -> int | None:
 
 
 def format_bytes(nbytes: int) -> str:
-    """A byte count for people, in binary units."""
+    """Format a number of bytes in binary units, such as ``"1.5 GiB"``."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -44,7 +45,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people."""
+    """Format a duration with three significant digits, such as ``"12.5 ms"``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * factor >= 1 or unit == "µs":
             return f"{seconds * factor:.3g} {unit}"
@@ -52,5 +53,5 @@ def format_seconds(seconds: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """``"1 region"``, ``"2 regions"``."""
+    """Format a count with its noun: ``"1 region"``, ``"2 regions"``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

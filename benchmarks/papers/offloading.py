@@ -20,7 +20,7 @@ from statistics import mean
 from benchmarks.common import RESULTS, Stated, pyplot, save, show
 from benchmarks.papers.networks import LINK_BYTES_PER_S, NAMES, Network, network
 from fxremat.ir import Infeasible, Problem, Solution, Solved
-from fxremat.solvers.offload import conv, dp, greedy, vdnn
+from fxremat.solvers.papers.offload import conv, dp, greedy, vdnn
 from fxremat.solvers.store_all import solve as store_all
 from tests.paper_terms import symmetric_link
 from tests.reference.offload_bounds import lower_bounds

@@ -22,10 +22,10 @@ have none.
 Every schedule is replayed (``tests.reference.simulate``) within the budget, with whole transfers:
 
 * rotor: ``solvers.rotor`` with many slots, no transfers;
-* offload-only: the faster one of ``solvers.offload.dp`` and ``solvers.offload.greedy``;
-* pofo: the best of ``solvers.pofo`` with a few numbers of slots, for the budget and for some a
-  little tighter (whole transfers take more memory than the fluid ones it plans with), and beside
-  it the bound that it gives for fluid transfers and sizes in the most slots.
+* offload-only: the faster one of ``dp`` and ``greedy`` of ``solvers.papers.offload``;
+* pofo: the best of ``solvers.papers.pofo`` with a few numbers of slots, for the budget and for
+  some a little tighter (whole transfers take more memory than the fluid ones it plans with), and
+  the bound that it gives for fluid transfers and sizes in the most slots.
 
 Overheads are over the step that keeps everything. A second table has those of what
 ``fxremat.compile`` plans (``compiled``).
@@ -46,8 +46,9 @@ from benchmarks.papers import compiled
 from benchmarks.papers.coarse import coarsen, refined
 from benchmarks.papers.measured import DEVICES, NETWORKS, Captured, Device, captured
 from fxremat.ir import Chain, Costs, Infeasible, Problem, Solution, Solved
-from fxremat.solvers import pofo, rotor, store_all
-from fxremat.solvers.offload import dp, greedy
+from fxremat.solvers import rotor, store_all
+from fxremat.solvers.papers import pofo
+from fxremat.solvers.papers.offload import dp, greedy
 from tests.paper_terms import symmetric_link
 from tests.reference.simulate import check, simulate
 

@@ -21,7 +21,8 @@ from typing import Any
 from benchmarks.common import RESULTS, Stated, pyplot, save, show
 from benchmarks.papers.networks import NAMES, Network, network
 from fxremat.ir import Problem, Solution, Solved
-from fxremat.solvers import periodic, revolve, store_all
+from fxremat.solvers import store_all
+from fxremat.solvers.papers import periodic, revolve
 from fxremat.solvers.rotor import RotorTable
 from tests.reference.simulate import check, simulate
 

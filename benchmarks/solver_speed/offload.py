@@ -12,8 +12,8 @@ import time
 from benchmarks.common import Spread, save, show
 from benchmarks.solver_speed.chains import heterogeneous
 from fxremat.ir import Problem, Solved
-from fxremat.solvers.offload import dp
-from fxremat.solvers.offload.line import line_of
+from fxremat.solvers.papers.offload import dp
+from fxremat.solvers.papers.offload.line import line_of
 from tests.paper_terms import symmetric_link
 from tests.reference.offload_bounds import lower_bounds
 from tests.reference.simulate import check

@@ -12,7 +12,8 @@ import time
 from benchmarks.common import Spread, save, show
 from benchmarks.solver_speed.chains import heterogeneous
 from fxremat.ir import Backward, Forward, Keep, Problem, Schedule, Solved
-from fxremat.solvers import pofo, rotor
+from fxremat.solvers import rotor
+from fxremat.solvers.papers import pofo
 from tests.paper_terms import symmetric_link
 from tests.reference.simulate import check, simulate
 

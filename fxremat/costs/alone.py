@@ -1,4 +1,4 @@
-"""Seconds of an operation of a graph that somebody else has traced, measured by itself."""
+"""Measures single operations of graphs that fxremat has not traced itself."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from fxremat.passes.stages.block import Block, Mode
 
 
 def alone_s(node: fx.Node, cache: CostCache) -> float:
-    """Seconds of an operation, of made-up numbers, at the sizes of its capture.
+    """Return the seconds of an operation, measured by itself with made-up values.
 
-    A view, and whatever returns no tensor, takes none.
+    Sizes are those of the capture. A view, or an operation that returns no tensor, takes 0 seconds.
 
     Args:
-        node: of a traced graph, which is not changed.
-        cache: of such operations alone; new measurements are added.
+        node: node of a traced graph, which is not changed.
+        cache: measurements of such operations. New ones are added.
 
-    Ensures: the random generators are as before, and no symbol of a size is settled.
+    Ensures:
+        The random generators are as before, and no symbol of a size is specialized.
 
     Raises:
-        CostError: it cannot be run alone.
-        GraphError: it, or what it reads, was traced without a value.
+        CostError: the operation cannot be run by itself.
+        GraphError: the operation or one of its inputs was traced without a value.
     """
     keys = {torch_compat.storage_key(t) for n in node.all_input_nodes for t in tensors_of(n)}
     results = list(tensors_of(node))
@@ -37,22 +38,22 @@ def alone_s(node: fx.Node, cache: CostCache) -> float:
     graph = fx.Graph()
     inputs: dict[fx.Node, Any] = {}
 
-    def sized(given: fx.Node) -> Any:
-        value = given.meta["val"]
+    def sized(source: fx.Node) -> Any:
+        value = source.meta["val"]
         if not isinstance(value, torch.Tensor):
             return torch_compat.hint_of(value)
-        if given not in inputs:
-            inputs[given] = graph.placeholder(given.name)
-            inputs[given].meta["val"] = _laid_out(value)
-        return inputs[given]
+        if source not in inputs:
+            inputs[source] = graph.placeholder(source.name)
+            inputs[source].meta["val"] = _empty_like(value)
+        return inputs[source]
 
     device = results[0].device
     with undisturbed(device):
         args: Any = fx.map_arg(node.args, sized)
         kwargs: Any = fx.map_arg(node.kwargs, sized)
-        alone = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
-        alone.meta["val"] = tuple(_laid_out(t) for t in results)
-        block = Block(0, Mode.FIRST, (alone,), tuple(inputs.values()))
+        copy = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        copy.meta["val"] = tuple(_empty_like(t) for t in results)
+        block = Block(0, Mode.FIRST, (copy,), tuple(inputs.values()))
         operations = Operations(cache, device=device)
         (key,) = operations.keys(block).values()
         if key not in cache.operation_s:
@@ -61,8 +62,8 @@ def alone_s(node: fx.Node, cache: CostCache) -> float:
     return cache.operation_s[key]
 
 
-def _laid_out(traced: torch.Tensor) -> torch.Tensor:
-    """An empty tensor with the sizes and strides of ``traced`` at its capture."""
+def _empty_like(traced: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor with the sizes and strides that ``traced`` has at its capture."""
     shape, stride = (
         [torch_compat.hint_of(size) for size in sizes] for sizes in (traced.shape, traced.stride())
     )

@@ -1,4 +1,4 @@
-"""What the link between device and host memory does, measured with the arena's memory."""
+"""Measures the link between device and host memory, with the arena's memory."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from fxremat.runtime.slots import ALIGNMENT_BYTES
 from fxremat.runtime.views import tensor_in
 
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 32 << 20}
-"""Size of a tensor that is moved: as that of an activation. Smaller where room is short."""
+"""Size in bytes of a tensor that is moved, like that of an activation. Less where memory is short.
+"""
 
 PIECES = 8
-"""How many are moved, one after the other: together they are far beyond the caches."""
+"""Number of tensors that are moved one after the other. Together they are far larger than caches.
+"""
 
 DEVICE_SHARE = 1 / 8
-"""Of the free device memory: what is taken for measuring, at most."""
+"""Largest share of the free device memory that is used for measuring."""
 
 _SQUARE = {"cpu": 256, "cuda": 1024}
-"""Rows of the matrices that are multiplied while transfers are under way."""
+"""Rows of the square matrices that are multiplied during transfers."""
 
 _CALLS = 32
-"""Small transfers whose calls are timed."""
+"""Number of small transfers whose calls are timed."""
 
 _ROUNDS, _ENOUGH_S = 5, 0.5
-"""How often each is timed, at most: no further round begins after so many seconds."""
+"""Largest number of rounds, and the seconds after which no further round begins."""
 
-_BESIDE = 0.8
-"""Computations that transfers run beside take this part of the transfers' time: a device that
-is done copying would compute the rest undisturbed."""
+_COMPUTE_SHARE = 0.8
+"""Computations that run during transfers are sized to take this share of the transfers' time, so
+that the transfers do not end first."""
 
 
 LinkKey = tuple[torch.device, str, int, int]
-"""Device, folder of the host memory, size and number of the pieces that are moved."""
+"""Device, folder of the host memory's file, and size in bytes and number of the pieces to move."""
 
-_known: dict[LinkKey, MeasuredLink] = {}
+_links: dict[LinkKey, MeasuredLink] = {}
 
 
 def measure_link(
@@ -52,23 +54,24 @@ def measure_link(
     host_dir: str | os.PathLike[str] | None = None,
     host_limit_bytes: int | None = None,
 ) -> MeasuredLink:
-    """Measure the link of ``device``; once in a process for each device and folder.
+    """Measure the link between ``device`` and host memory, once per process, device and folder.
 
-    Medians over a few rounds, all kinds in turn, in memory that has been used before, as
-    that of a training step has. Less than a second on a CPU that has nothing else to do.
+    The figures are medians over a few rounds, in each of which every kind of transfer is run once.
+    They use memory that was used before, like that of a training step. This takes less than a
+    second on a CPU that has nothing else to do.
 
     Args:
-        device: from where, and to where.
+        device: the device.
         host_dir: folder of the host memory's file, on a CPU.
-        host_limit_bytes: most host memory to measure with, at least 1 KiB.
+        host_limit_bytes: largest amount of host memory to measure with, at least 1 KiB.
 
     Raises:
-        HostMemoryError: the host memory cannot be had.
+        HostMemoryError: the host memory is unavailable.
     """
     key = link_key(device, host_dir=host_dir, host_limit_bytes=host_limit_bytes)
-    if key not in _known:
-        _known[key] = _measure(*key)
-    return _known[key]
+    if key not in _links:
+        _links[key] = _measure(*key)
+    return _links[key]
 
 
 def link_key(
@@ -77,7 +80,7 @@ def link_key(
     host_dir: str | os.PathLike[str] | None = None,
     host_limit_bytes: int | None = None,
 ) -> LinkKey:
-    """The key under which :func:`measure_link` keeps its figures."""
+    """Return the key under which :func:`measure_link` caches its figures."""
     device = torch.device(device)
     if device.type == "cuda":
         index: int | None = device.index
@@ -87,13 +90,14 @@ def link_key(
 
 def know_link(key: LinkKey, link: MeasuredLink) -> None:
     """Use ``link`` as if it had been measured under ``key``."""
-    _known[key] = link
+    _links[key] = link
 
 
 def pieces_of(device: torch.device, host_limit_bytes: int | None) -> tuple[int, int]:
-    """Size and number of the pieces that there is room for; as many go as come.
+    """Return the size in bytes and the number of the pieces that fit into the memory available.
 
-    Sizes are powers of two, so that little more or less room means no new measurement.
+    As many pieces are offloaded as are prefetched. Sizes are powers of two, so that a slightly
+    different amount of memory does not require a new measurement.
     """
     piece_bytes = PIECE_BYTES[device.type]
     room = PIECES * piece_bytes
@@ -112,26 +116,26 @@ def _measure(device: torch.device, folder: str, piece_bytes: int, pieces: int) -
     times: dict[str, list[float]] = {}
     begin_s = time.perf_counter()
     for done in range(_ROUNDS + 1):
-        # Two rounds at least: the first touches pages and warms caches, and is left out.
+        # At least two rounds: the first touches pages and warms caches, and is not counted.
         if done > 1 and time.perf_counter() - begin_s > _ENOUGH_S:
             break
         for run in bench.runs:
             times.setdefault(run.__name__, []).append(run())
-    middle = {name: statistics.median(taken[1:]) for name, taken in times.items()}
+    median_s = {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
     called = device.type == "cpu"
     return MeasuredLink(
-        offload_bytes_per_s=bench.nbytes / middle["offload"],
-        prefetch_bytes_per_s=bench.nbytes / middle["prefetch"],
-        both_bytes_per_s=2 * bench.nbytes / middle["both"],
-        slowdown=max(1.0, middle["beside"] / middle["compute"]),
+        offload_bytes_per_s=bench.nbytes / median_s["offload"],
+        prefetch_bytes_per_s=bench.nbytes / median_s["prefetch"],
+        both_bytes_per_s=2 * bench.nbytes / median_s["both"],
+        slowdown=max(1.0, median_s["compute_during_transfers"] / median_s["compute"]),
         shared=device.type == "cpu",
-        offload_call_s=middle["offload_calls"] if called else 0.0,
-        prefetch_call_s=middle["prefetch_calls"] if called else 0.0,
+        offload_call_s=median_s["offload_calls"] if called else 0.0,
+        prefetch_call_s=median_s["prefetch_calls"] if called else 0.0,
     )
 
 
 class _Bench:
-    """Seconds of moving pieces of device memory, and of computing with and without that."""
+    """Measures moving pieces of device memory, and computing with and without transfers."""
 
     def __init__(self, device: torch.device, folder: str, piece_bytes: int, pieces: int) -> None:
         self.nbytes = pieces * piece_bytes
@@ -140,7 +144,7 @@ class _Bench:
         self._host = arena.open()
         self._out = [self._ones(piece_bytes) for _ in range(pieces)]
         side = _SQUARE[device.type]
-        self._square = torch.ones(side, side, device=device)  # no draw: the user's are counted
+        self._square = torch.ones(side, side, device=device)  # must not advance random generators
         self._product = torch.empty_like(self._square)
         self._long = torch.ones(piece_bytes // 4, device=device)
         count = min(_CALLS, self.nbytes // ALIGNMENT_BYTES)
@@ -150,13 +154,17 @@ class _Bench:
         self._release(self._out, self.nbytes)
         self._seconds(self._work)
         self.both()
-        self._repeats = max(1, int(_BESIDE * self.both() / self._seconds(self._work)))
+        self._repeats = max(1, int(_COMPUTE_SHARE * self.both() / self._seconds(self._work)))
 
     @property
     def runs(self) -> tuple[Callable[[], float], ...]:
-        """The measurements; not kept here, where they would hold the memory in a ring."""
+        """Return the measurements.
+
+        They are not stored in an attribute, which would form a reference cycle that keeps memory
+        alive.
+        """
         return (
-            self.offload, self.prefetch, self.both, self.compute, self.beside,
+            self.offload, self.prefetch, self.both, self.compute, self.compute_during_transfers,
             self.offload_calls, self.prefetch_calls,
         )  # fmt: skip
 
@@ -178,18 +186,18 @@ class _Bench:
     def compute(self) -> float:
         return self._seconds(self._work)
 
-    def beside(self) -> float:
-        """Computing, with transfers both ways under way that take longer."""
+    def compute_during_transfers(self) -> float:
+        """Return the seconds of computing during longer transfers in both directions."""
         self._offload(self._out, 0)
         coming = self._prefetch(self._out, self.nbytes)
-        taken_s = self._seconds(self._work)
+        seconds = self._seconds(self._work)
         self._release(self._out, 0)
         self._wait(coming)
         self._end()
-        return taken_s
+        return seconds
 
     def offload_calls(self) -> float:
-        """Seconds a transfer, of many small ones that the computing thread waits for in turn."""
+        """Return the seconds per offload of many small ones, each of which the thread waits for."""
         return self._seconds(lambda: self._offload_all(self._small)) / len(self._small)
 
     def prefetch_calls(self) -> float:
@@ -205,7 +213,7 @@ class _Bench:
 
     def _work(self) -> None:
         for _ in range(self._repeats):
-            # One that computes, and one that reads and writes memory as transfers do.
+            # The first is bound by arithmetic, the second by memory, like transfers.
             torch.mm(self._square, self._square, out=self._product)
             torch.add(self._long, 1.0, out=self._long)
 
@@ -238,6 +246,6 @@ class _Bench:
         return time.perf_counter() - begin_s
 
     def _end(self) -> None:
-        """On CUDA, wait for the current stream: it waits for the others where it must."""
+        """On CUDA, wait for the current stream, which waits for the other streams where it must."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

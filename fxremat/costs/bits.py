@@ -1,4 +1,4 @@
-"""Whether operations that are computed in parts give the bits that they give at once."""
+"""Checks whether operations computed in parts give the same bits as at once."""
 
 from __future__ import annotations
 
@@ -27,24 +27,28 @@ from fxremat.passes.stages.block import tensor_key
 from fxremat.progress import LOG
 
 LEAST_DRAWS, MOST_DRAWS, ENOUGH, PLENTY = 2, 16, 1 << 20, 1 << 23
-"""How often a run is compared, each time with other random numbers: until so many numbers were, and
-at least twice where its results are not plenty. Where a kernel of a product rounds otherwise in
-parts, most numbers show it."""
+"""A run is compared several times, each time with other random numbers, until ``ENOUGH`` numbers
+have been compared. The number of comparisons is from ``LEAST_DRAWS`` (1 if the run computes
+``PLENTY`` numbers or more) to ``MOST_DRAWS``. Where a product's kernel rounds differently in parts,
+most numbers show it."""
 
 SHOWN_BY = 64
-"""Numbers of a tensor that one of a result may stand for: where few are made many are drawn."""
+"""Largest number of inputs that one result may count for: where few results are computed, more
+comparisons are needed."""
 
 DRAWN = 262_147
-"""So many numbers are drawn for a larger tensor, and repeated: a prime, so that rows differ."""
+"""Largest count of random numbers drawn for a tensor; larger tensors repeat them. It is prime, so
+that rows differ."""
 
 SOME = 4096
-"""Numbers among which a finite one is looked for, at the least where there are so many."""
+"""Number of entries of a tensor that are checked for a finite one; all if it has fewer."""
 
 LARGEST = 1 << 20
-"""Integers that are no indices are up to this."""
+"""Upper bound of made-up integers that are not indices."""
 
 ZEROS, OTHERS = 1 / 4, 1 / 256
-"""Shares of one comparison's numbers that are zeros of either sign, and that are not finite."""
+"""In one of the comparisons, the shares of numbers that are zeros of either sign, and that are not
+finite."""
 
 
 def other_bits(
@@ -55,27 +59,29 @@ def other_bits(
     cache: CostCache,
     note: Note = unnoted,
 ) -> Changed:
-    """Return which bits of a run differ from those of its operations at once.
+    """Return which results of a run in parts differ from those at once.
 
-    The run is compared as it is emitted, with random numbers, and with some that are zeros of
+    The run is compared as it is emitted: with random numbers, and with some that are zeros of
     either sign, infinite or NaN. A single operation is compared with random numbers several times,
-    and with zeros of either sign. A run's witnesses are given numbers of which a pointwise kernel
-    computes another value by another formula: these show each place where it does so in the parts
-    and not at once, or the other way round.
+    and with zeros of either sign. The run's witnesses are operations for whose pointwise kernels
+    one formula differs from another for some numbers. They are given such numbers, which reveal
+    every place where parts use another formula than the whole.
 
     Args:
         parts: the run.
-        given: tensors that lie as those that it takes; their numbers do not matter.
-        sizes: that it follows.
-        cache: answers; new ones are added.
+        given: tensors with the layouts of those that the run takes. Their values do not matter.
+        sizes: sizes that the run depends on.
+        cache: results of former calls. New ones are added.
         note: called with the most bytes that a comparison held at once.
 
-    Ensures: the random generators are as before.
+    Returns:
+        The results that differ. These are all results where memory is too small to compute the run
+        twice, where a kernel refuses made-up numbers (as a binary cross entropy refuses numbers
+        outside of 0 to 1), and where integers are both indices and converted to floating-point
+        numbers: only 0 is a valid index everywhere, and sums of zeros show nothing.
 
-    All results are returned where there is no memory to compute the run twice, where a kernel
-    refuses made-up numbers, as a binary cross entropy does those outside of 0 to 1, and where
-    integers are indices and become floating-point numbers as well: only 0 is valid as any index,
-    and sums of zeros say nothing.
+    Ensures:
+        The random generators are as before.
     """
     key = (str(parts), *sizes, *map(tensor_key, given))
     if key not in cache.other_bits:
@@ -85,7 +91,7 @@ def other_bits(
         with undisturbed(parts.device):
             try:
                 with torch_compat.noted_bytes(parts.device, note):
-                    cache.other_bits[key] = _other_bits(parts, given, sizes, cache)
+                    cache.other_bits[key] = _compare(parts, given, sizes, cache)
             except torch.OutOfMemoryError:
                 return every
             except (RuntimeError, ValueError, IndexError) as error:
@@ -94,12 +100,15 @@ def other_bits(
     return cache.other_bits[key]
 
 
-def _other_bits(
+def _compare(
     parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...], cache: CostCache
 ) -> Changed:
-    """What differs in one of several comparisons."""
-    shown = (i for i, own in enumerate(parts.witnesses) if _shows(own, parts, given, sizes, cache))
-    witnesses = frozenset(shown)
+    """Compare a run in parts with the run at once several times, and return what differs in any."""
+    witnesses = frozenset(
+        i
+        for i, witness in enumerate(parts.witnesses)
+        if _uses_other_formula(witness, parts, given, sizes, cache)
+    )
     if witnesses:
         return Changed(witnesses=witnesses)
     places = frozenset(i for i, o in enumerate(parts.outputs) if o.way is not Result.UNREAD)
@@ -108,54 +117,56 @@ def _other_bits(
     shapes = [parts.outputs[i].layout.shape for i in places]
     results = sum(math.prod(int(evaluated(n, named)) for n in shape) for shape in shapes)
     count = comparisons(given, results)
-    # Each operation of a run of several was compared by itself before.
+    # Each operation of a run of several has been compared by itself before.
     is_single = len(parts.whole) == 1
     draws = [_random] * count + [_zeros] if is_single else [_random] * -(-count // 2) + [_special]
     for fill in draws:
-        tensors = [_filled(parts, i, tensor, fill) for i, tensor in enumerate(given)]
-        pairs = [*_both(parts, [*tensors, *sizes])]
+        tensors = [_made_up(parts, i, tensor, fill) for i, tensor in enumerate(given)]
+        pairs = [*_whole_and_parts(parts, [*tensors, *sizes])]
         for i in places - changed:
             one, other = pairs[i]
-            # Without a finite number a result of finite ones says nothing.
-            speaks = fill is not _random or is_true(_some(one).isfinite().any())
-            if not (speaks and are_equal(one, other)):
+            # If finite inputs give no finite result, equality shows nothing.
+            is_conclusive = fill is not _random or is_true(_some(one).isfinite().any())
+            if not (is_conclusive and are_equal(one, other)):
                 changed |= {i}
         if changed == places:
             break
     return Changed(changed)
 
 
-def _both(parts: Parts, args: Sequence[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Results of a run, computed at once and in parts."""
+def _whole_and_parts(
+    parts: Parts, args: Sequence[Any]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pairs of the results of a run, computed at once and in parts."""
     whole, changed = (parts.run(args, part_rows=rows) for rows in (None, parts.part_rows))
     return zip(listed(whole), listed(changed), strict=True)
 
 
-def _shows(
+def _uses_other_formula(
     witness: Witness,
     parts: Parts,
     given: Sequence[torch.Tensor],
     sizes: tuple[int, ...],
     cache: CostCache,
 ) -> bool:
-    """Whether a pointwise operation computes a number by another formula than at once, or may."""
+    """Return whether a pointwise operation may compute a number in parts by another formula."""
     named = dict(zip(parts.hints, sizes, strict=True))
     its_sizes = [named[name] for name in witness.parts.hints]
     contrasting = contrasts(witness.node, cache)
     if not contrasting:
         return contrasting is None
-    taken = [_filled(parts, place, given[place], _random) for place in witness.taken]
+    taken = [_made_up(parts, place, given[place], _random) for place in witness.taken]
     return not all(
         are_equal(one, other)
         for numbers in contrasting
-        for one, other in _both(witness.parts, [*taken, *numbers, *its_sizes])
+        for one, other in _whole_and_parts(witness.parts, [*taken, *numbers, *its_sizes])
     )
 
 
-def _filled(
+def _made_up(
     parts: Parts, place: int, tensor: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Numbers for a tensor that a run takes: what ``fill`` makes up, or integers: 0 for indices."""
+    """Return a tensor that ``fill`` makes, or made-up integers: 0 where they are indices."""
     if not is_integer(tensor):
         return fill(tensor)
     least = int(place not in parts.integers.indices)
@@ -164,28 +175,28 @@ def _filled(
 
 
 def _random(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies as ``tensor``: random numbers."""
+    """Return random numbers, laid out as ``tensor``."""
     return _repeated(tensor, _drawn(tensor))
 
 
 def _special(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies as ``tensor``: random numbers, zeros of either sign, some not finite."""
+    """Return random numbers, zeros of either sign and non-finite ones, laid out as ``tensor``."""
     return _repeated(tensor, with_special(_drawn(tensor), ZEROS, OTHERS))
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies as ``tensor``: zeros of either sign."""
+    """Return zeros of either sign, laid out as ``tensor``."""
     return _repeated(tensor, with_special(_drawn(tensor), zeros=1.0, others=0.0))
 
 
 def _drawn(tensor: torch.Tensor) -> torch.Tensor:
-    """Random numbers for what is in the storage of a tensor, or for the first of them."""
+    """Return random numbers for a tensor's storage, at most ``DRAWN``."""
     count = min(DRAWN, _storage_numbers(tensor))
     return made_up(torch.empty(count, dtype=tensor.dtype, device=tensor.device))
 
 
 def _repeated(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies as ``tensor``, whose storage is filled with ``numbers``."""
+    """Repeat ``numbers`` through a storage, and return a tensor in it laid out as ``tensor``."""
     count = _storage_numbers(tensor)
     if count > len(numbers):
         numbers = numbers.repeat(-(-count // len(numbers)))
@@ -197,7 +208,7 @@ def _storage_numbers(tensor: torch.Tensor) -> int:
 
 
 def comparisons(given: Sequence[torch.Tensor], results: int = 0) -> int:
-    """How often a run that takes such tensors, and makes so many numbers, is compared."""
+    """Return how often a run of ``given`` tensors that computes ``results`` numbers is compared."""
     numbers = sum(tensor.numel() for tensor in given)
     if results:
         numbers = min(numbers, SHOWN_BY * results)
@@ -206,6 +217,6 @@ def comparisons(given: Sequence[torch.Tensor], results: int = 0) -> int:
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Numbers of a tensor, from all over it."""
+    """Return entries of a tensor at equal distances."""
     flat = tensor.flatten()
     return flat[:: max(1, len(flat) // SOME)]

@@ -1,4 +1,4 @@
-"""Measurements, by the signature of what was measured."""
+"""Measurements of this process."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from fxremat.passes.stages.block import Key
 
 @dataclass(slots=True)
 class CostCache:
-    """Measurements by signature: what was measured once is not measured again.
+    """Measurements by signature, so that nothing is measured twice.
 
-    One cache serves all models of a process, so that plans of one model for several
-    budgets rest on the same figures. It holds for one choice of the settings that choose
-    kernels, and for one number of threads (:func:`measuring_settings`).
+    One cache serves all models of a process, so plans of one model for several budgets are based on
+    the same figures. It is valid for one combination of the settings that affect the choice of
+    kernels and one number of threads (:func:`measuring_settings`).
 
     Attributes:
-        seconds: of blocks.
-        operation_s: of operations, alone.
+        seconds: seconds of blocks.
+        operation_s: seconds of operations, run by themselves.
         workspace_bytes: peaks of operations beyond their arguments and results.
-        result_bytes: of the storages of an operation's results.
-        as_traced: whether an operation's results lie as the trace says.
-        asked: what an operation asks for, where an allocator rounds.
-        contrasts: numbers that show by which formula a pointwise kernel computes them; ``None``:
-            it computes none that are made up.
-        other_bits: what differs where runs are computed in parts.
-        left: how kernels leave results; ``None``: that is not known.
-        causal: whether a mask is causal, or attention has the same bits with ``is_causal``.
+        result_bytes: sizes of the storages of an operation's results.
+        as_traced: whether an operation's results have the layout of the trace.
+        asked: requests of an operation to the allocator, where the allocator rounds.
+        contrasts: numbers that reveal which formula a pointwise kernel uses; ``None`` if the kernel
+            refuses made-up numbers.
+        other_bits: results that differ when runs are computed in parts.
+        left: layouts that kernels give their results; ``None`` if unknown.
+        causal: whether a mask is causal, or whether attention gives the same bits with
+            ``is_causal``.
     """
 
     seconds: dict[Key, float] = field(default_factory=dict)
@@ -49,18 +50,18 @@ class CostCache:
 
 
 COSTS: dict[Key, CostCache] = defaultdict(CostCache)
-"""Measurements of this process by the settings under which they were made."""
+"""Measurements of this process, by the settings that they were made under."""
 
 
 THREADS = "torch.get_num_threads"
-"""Name of the setting that operations on a CPU depend on alone."""
+"""Name of the only setting that operations on a CPU depend on."""
 
 
 def measuring_settings() -> dict[str, object]:
-    """All settings of the process that measurements depend on, by name."""
+    """Return all settings of the process that measurements depend on, by name."""
     return {THREADS: torch.get_num_threads(), **torch_compat.kernel_settings()}
 
 
 def cost_cache() -> CostCache:
-    """Measurements under the settings that hold now."""
+    """Return the measurements under the current settings."""
     return COSTS[tuple(measuring_settings().items())]

@@ -1,4 +1,4 @@
-"""Where ``is_causal`` can replace a mask of attention: the mask and both kernels are run."""
+"""Detects attention masks that ``is_causal`` can replace, by running the mask and both kernels."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CPU = torch.device("cpu")
 
 
 class CausalMasks:
-    """Finds masks that ``is_causal`` can replace.
+    """Detects masks that ``is_causal`` can replace.
 
     Args:
-        cache: answers; new ones are added.
+        cache: results of former calls. New ones are added.
 
     Attributes:
-        measuring_bytes: the most that was held at once for an answer.
+        measuring_bytes: most bytes that were held at once to detect a mask.
     """
 
     def __init__(self, cache: CostCache) -> None:
@@ -36,29 +36,31 @@ class CausalMasks:
         self._cache = cache
 
     def can_replace(self, node: fx.Node) -> bool:
-        """Whether ``is_causal`` can replace the mask of ``node``, to the last bit.
+        """Return whether ``is_causal`` can replace the mask of ``node`` with identical bits.
 
-        The mask must depend on no input, exclude the keys after each query, and no other. Kernels
-        are compared for made-up numbers. Numbers that are not finite reach earlier queries through
-        a mask, but not with ``is_causal``.
+        The mask must not depend on any input, and must exclude the keys after each query and no
+        others. Kernels are compared for made-up numbers. Numbers that are not finite reach earlier
+        queries through a mask, but not with ``is_causal``.
 
         Args:
             node: an operation of :data:`fxremat.passes.joint.masks.IS_CAUSAL` that reads a mask.
 
-        Ensures: the random generators are as before.
+        Returns:
+            Whether it can. ``False`` also where the mask or the kernels cannot be run, for example
+            for lack of memory.
 
-        Returns ``False`` also where the mask or the kernels cannot be run, for example because
-        memory does not suffice.
+        Ensures:
+            The random generators are as before.
         """
         mask = node.kwargs["attn_mask"]
         sources = _sources(mask) if isinstance(mask, fx.Node) else None
         if sources is None:
             return False
-        return self._answer(_written(sources), lambda: self._is_causal(sources)) and self._answer(
+        return self._cached(_written(sources), lambda: self._is_causal(sources)) and self._cached(
             _key(node), lambda: self._is_same(node)
         )
 
-    def _answer(self, key: Key, run: Callable[[], bool]) -> bool:
+    def _cached(self, key: Key, run: Callable[[], bool]) -> bool:
         if key not in self._cache.causal:
             try:
                 with undisturbed(CPU):
@@ -68,12 +70,12 @@ class CausalMasks:
         return self._cache.causal[key]
 
     def _note(self, held: HeldBytes, value: object) -> None:
-        """Count one more value that is held."""
+        """Count a further value that is held."""
         held.add(value)
         self.measuring_bytes = max(self.measuring_bytes, held.nbytes)
 
     def _is_causal(self, nodes: Sequence[fx.Node]) -> bool:
-        """Whether the last node is a causal mask. No value outlives its last reader."""
+        """Return whether the last node is a causal mask, freeing values after their last reader."""
         last_reader = {source: node for node in nodes for source in node.all_input_nodes}
         values: dict[fx.Node, Any] = {}
         held = HeldBytes(CPU)
@@ -94,14 +96,17 @@ class CausalMasks:
         return all(torch.equal(each, causal) for each in mask.reshape(-1, queries, keys))
 
     def _is_same(self, node: fx.Node) -> bool:
-        """Whether an operation gives the same bits with a causal mask that lies as its own, and
-        with ``is_causal``.
+        """Return whether an operation gives the same bits with a causal mask as with ``is_causal``.
+
+        The causal mask has the layout of the operation's mask.
         """
         traced = _traced(node.args)
         tensors = [value for value in traced if isinstance(value, torch.Tensor)]
-        return all(self._is_same_once(node, traced) for _ in range(comparisons(tensors)))
+        return all(
+            self._is_same_for_random_values(node, traced) for _ in range(comparisons(tensors))
+        )
 
-    def _is_same_once(self, node: fx.Node, traced: Sequence[Any]) -> bool:
+    def _is_same_for_random_values(self, node: fx.Node, traced: Sequence[Any]) -> bool:
         operation: Any = node.target
         options = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
         args = [made_up(value) if isinstance(value, torch.Tensor) else value for value in traced]
@@ -117,35 +122,35 @@ class CausalMasks:
 
 
 def _traced(values: Sequence[Any]) -> list[Any]:
-    """Traced values of nodes among ``values``, and the others."""
+    """Return ``values`` with nodes replaced by their traced values."""
     return [value.meta["val"] if isinstance(value, fx.Node) else value for value in values]
 
 
 def _key(node: fx.Node) -> Key:
-    """All that the kernel of ``node`` depends on."""
+    """Return everything that the kernel of ``node`` depends on."""
     values = _traced([*node.args, *node.kwargs.values()])
     return (str(node.target), *node.kwargs, *map(tensor_key, values))
 
 
 def _sources(mask: fx.Node) -> list[fx.Node] | None:
-    """``mask`` and all that it is computed from, in graph order; ``None``: some may change."""
-    waiting, met = [mask], set[fx.Node]()
+    """Return ``mask`` and its inputs, in graph order; ``None`` if any of them may change."""
+    waiting, sources = [mask], set[fx.Node]()
     while waiting:
         node = waiting.pop()
-        if node not in met:
+        if node not in sources:
             if not _is_fixed(node):
                 return None
-            met.add(node)
+            sources.add(node)
             waiting.extend(node.all_input_nodes)
-    return sorted(met)
+    return sorted(sources)
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Whether equal arguments give equal results at each call, and running it does nothing else.
+    """Return whether a node gives equal results at each call, and has no side effect.
 
-    Inputs and constants of the graph are the user's, who can change them. An operation of the user
-    may read or do anything, and a collective waits for other processes. What is only allocated has
-    no value yet.
+    Inputs and constants of the graph are the user's, who can change them. A custom operation may
+    read or do anything, and a collective waits for other processes. Memory that is only allocated
+    has no defined value.
     """
     target = node.target
     if node.op != "call_function":
@@ -158,16 +163,15 @@ def _is_fixed(node: fx.Node) -> bool:
 
 
 def _written(nodes: Sequence[fx.Node]) -> Key:
-    """The computation of nodes as text, the same whatever they are called."""
-    number = {node: f"%{index}" for index, node in enumerate(nodes)}
+    """Return the computation of nodes as text that does not depend on their names."""
+    label = {node: f"%{index}" for index, node in enumerate(nodes)}
     return tuple(
-        f"{node.target} {fx.map_arg((node.args, node.kwargs), number.__getitem__)}"
-        for node in nodes
+        f"{node.target} {fx.map_arg((node.args, node.kwargs), label.__getitem__)}" for node in nodes
     )
 
 
 def _not_expanded(mask: torch.Tensor) -> torch.Tensor:
-    """A mask without repetitions for items and heads."""
+    """Return a mask without its repetitions for items and heads."""
     for dim, stride in enumerate(mask.stride()[:-2]):
         if stride == 0:
             mask = mask.narrow(dim, 0, 1)
@@ -175,8 +179,10 @@ def _not_expanded(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _causal_like(mask: torch.Tensor) -> torch.Tensor:
-    """The causal mask of as many queries and keys, of the same dtype."""
-    sees = torch.ones(mask.shape[-2:], dtype=torch.bool).tril_()
+    """Return the causal mask of the same dtype, for as many queries and keys."""
+    visible = torch.ones(mask.shape[-2:], dtype=torch.bool).tril_()
     if mask.dtype is torch.bool:
-        return sees
-    return torch.zeros_like(sees, dtype=mask.dtype).masked_fill_(sees.logical_not_(), -torch.inf)
+        return visible
+    return torch.zeros_like(visible, dtype=mask.dtype).masked_fill_(
+        visible.logical_not_(), -torch.inf
+    )

@@ -1,8 +1,8 @@
 """What a plan charges for running part of a stage's forward again.
 
-A forward is measured as a whole, and so is a rebuild, which leaves out what only later
-stages read. Both are shared out over their operations, in proportion to what each takes
-when it runs alone: so the parts add up to what was measured.
+A forward is measured as a whole, and so is a rebuild, which leaves out what only later stages read.
+Each is distributed over its operations in proportion to their times when run by themselves, so the
+parts add up to the measurement.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fxremat.passes.stages.block import Mode, dependencies
 
 @dataclass(frozen=True, slots=True)
 class Charges:
-    """What operations of one stage are charged when they run again.
+    """Charges for operations of one stage when they run again.
 
     Attributes:
         rebuilt: operations of a rebuild of the whole saved set.
-        views: views of given tensors, which any block makes for itself: their time is part of
+        views: views of given tensors, which every block creates for itself. Their time is part of
             the times of other operations.
-        alone_s: seconds of each operation that may run again, on its own.
-        of_forward: seconds charged per second alone, where a forward runs again.
-        of_rebuild: the same where the saved set is rebuilt.
+        alone_s: seconds of each operation that may run again, measured by itself.
+        of_forward: seconds charged per second of ``alone_s`` where a forward runs again.
+        of_rebuild: seconds charged per second of ``alone_s`` where the saved set is rebuilt.
     """
 
     rebuilt: frozenset[fx.Node]
@@ -39,7 +39,7 @@ class Charges:
 
     @staticmethod
     def of(measured: Measured, index: int) -> Charges:
-        """Charges of stage ``index``."""
+        """Return the charges of stage ``index``."""
         line = measured.line
         rebuilt = set(line.stages[index].saved)
         for node in reversed(line.stages[index].forward):
@@ -48,22 +48,26 @@ class Charges:
         return Charges(frozenset(rebuilt), line.views, {}, 0.0, 0.0).at(measured, index)
 
     def at(self, measured: Measured, index: int) -> Charges:
-        """Charges of the same stage where operations take other times."""
-        seconds, found = measured.stages[index], measured.again_s
-        alone = {n: found[n] for n in measured.line.stages[index].forward if n in found}
-        rebuilt_s = (s for n, s in alone.items() if n in self.rebuilt)
+        """Return the charges of the same stage for other times of operations."""
+        seconds, again_s = measured.stages[index], measured.again_s
+        alone_s = {n: again_s[n] for n in measured.line.stages[index].forward if n in again_s}
+        rebuilt_s = (s for n, s in alone_s.items() if n in self.rebuilt)
         return replace(
             self,
-            alone_s=alone,
-            of_forward=_share(seconds.forward_s, alone.values()),
+            alone_s=alone_s,
+            of_forward=_share(seconds.forward_s, alone_s.values()),
             of_rebuild=_share(seconds.rebuild_s, rebuilt_s),
         )
 
     def once_s(self, node: fx.Node, *, rebuilds: bool) -> float:
-        """Seconds of one operation of a recomputation.
+        """Return the seconds charged for one operation of a recomputation.
+
+        Args:
+            node: the operation.
+            rebuilds: whether the recomputation is a rebuild of the saved set.
 
         Raises:
-            CostError: it was never timed, as nothing that is recomputed should need it.
+            CostError: the operation was never timed, since no recomputation should need it.
         """
         if is_getitem(node) or node in self.views:
             return 0.0
@@ -75,13 +79,13 @@ class Charges:
         return (self.of_rebuild if rebuilds else self.of_forward) * self.alone_s[node]
 
     def least_s(self, node: fx.Node) -> float:
-        """The least that any recomputation is charged for an operation; 0 if none ever runs it."""
+        """Return the least seconds that any recomputation is charged; 0 if none runs ``node``."""
         share = self.of_forward
         if node in self.rebuilt:
             share = min(share, self.of_rebuild)
         return share * self.alone_s.get(node, 0.0)
 
 
-def _share(whole_s: float, parts: Iterable[float]) -> float:
-    total = sum(parts)
+def _share(whole_s: float, parts_s: Iterable[float]) -> float:
+    total = sum(parts_s)
     return whole_s / total if total else 0.0

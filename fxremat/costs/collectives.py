@@ -1,8 +1,8 @@
-"""What collectives of a graph cost: the work of this process alone, and a law for the rest.
+"""Costs of a graph with collectives: the work of this process, and a law for messages.
 
-Processes that timed them by their own clocks would wait for each other for ever. So what is
-measured runs as if there were no other process, and each collective takes the seconds of a message
-in addition, and those of its bytes, by a few messages that all processes send alike.
+Processes that timed collectives by their own clocks would wait for each other forever. So
+operations are measured as if there were no other process. Each collective takes the seconds of a
+message and of its bytes in addition, which a few messages measure that all processes send together.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from fxremat.passes.stages.block import Block, BlockCache
 from fxremat.passes.stages.linearize import Line
 
 LATE = 6
-"""Buffers that threads of a CPU's process group may hold longer than the graph does. Two or three
-are usual, seven were seen once, with three times as many busy threads as cores."""
+"""Largest number of buffers that the threads of a CPU's process group hold longer than the graph
+does. Two or three are usual; seven were observed once, with three times as many busy threads as
+cores."""
 
 Speeds = Mapping[str, tuple[float, float]]
-"""By group: seconds of a message, and of each of its bytes."""
+"""For each process group, the seconds of a message and the seconds of each of its bytes."""
 
 
 def speeds_of(line: Line, device: torch.device) -> dict[str, tuple[float, float]]:
-    """Speeds of the process groups in a graph, in its order; all processes must call this."""
+    """Measure the process groups of a graph, in its order. All processes must call this."""
     groups = dict.fromkeys(map(torch_compat.group_of, line.joint.module.graph.nodes))
     return {name: torch_compat.ping_s(name, device) for name in groups if name is not None}
 
@@ -37,26 +38,26 @@ def speeds_of(line: Line, device: torch.device) -> dict[str, tuple[float, float]
 def with_collectives(
     costs: RecordedCosts, line: Line, blocks: BlockCache, speeds: Speeds
 ) -> RecordedCosts:
-    """``costs`` of a line whose collectives were run by this process alone, with their messages."""
+    """Add the seconds of messages to costs that were measured by this process only."""
 
-    def more_s(block: Block) -> float:
-        return sum(_seconds(node, speeds) for node in block.nodes)
+    def total_message_s(block: Block) -> float:
+        return sum(_message_s(node, speeds) for node in block.nodes)
 
     nodes = tuple(line.joint.module.graph.nodes)
     stages = []
     for index, stage in enumerate(costs.stages):
-        first, again, backward = map(more_s, stage_blocks(line, blocks, index))
+        first, again, backward = map(total_message_s, stage_blocks(line, blocks, index))
         stages.append(
             StageSeconds(
                 stage.forward_s + first, stage.rebuild_s + again, stage.backward_s + backward
             )
         )
-    again_s = tuple((i, seconds + _seconds(nodes[i], speeds)) for i, seconds in costs.again_s)
+    again_s = tuple((i, seconds + _message_s(nodes[i], speeds)) for i, seconds in costs.again_s)
     return replace(costs, stages=tuple(stages), again_s=again_s)
 
 
 def late_bytes(line: Line, device: torch.device) -> int:
-    """Bytes of buffers that a CPU's process group may hold longer than the graph does."""
+    """Return the bytes of buffers that a CPU's process group may hold longer than the graph."""
     if device.type != "cpu":
         return 0
     collectives = (n for n in line.joint.module.graph.nodes if torch_compat.group_of(n))
@@ -64,7 +65,7 @@ def late_bytes(line: Line, device: torch.device) -> int:
     return LATE * largest
 
 
-def _seconds(node: fx.Node, speeds: Speeds) -> float:
+def _message_s(node: fx.Node, speeds: Speeds) -> float:
     group = torch_compat.group_of(node)
     if group is None:
         return 0.0

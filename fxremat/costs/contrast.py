@@ -1,4 +1,4 @@
-"""Numbers that show by which formula a pointwise kernel of a CPU computes them."""
+"""Numbers that reveal which formula a pointwise kernel of a CPU uses for them."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.split.parts import INTEGERS, same_bits
 
 CANDIDATES, AT_ONCE = 1 << 18, 1 << 13
-"""Among so many numbers some are looked for; so many are computed at once, as planning has a budget
-too."""
+"""How many numbers are searched, and how many are computed at once, since planning has a memory
+budget too."""
 
 SINGLES = 64
-"""So many of them are tried as the only number of a tensor."""
+"""How many candidates are tried as the only number of a tensor."""
 
 OF_NO_DIMENSIONS = (1 / 3, 0.0, -0.0, float("nan"), float("inf"))
-"""What a tensor without dimensions may be: the first is no number of half precision."""
+"""Values of a tensor without dimensions. The first is not exact in half precision."""
 
 NOT_FINITE = (float("inf"), -float("inf"), float("nan"))
 
 Numbers = list[torch.Tensor]
-"""One for each tensor that an operation reads."""
+"""A tensor of numbers for each tensor that an operation reads."""
 
 
 def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers] | None:
-    """Find numbers of which a pointwise operation's kernel computes another value by another
-    formula.
+    """Find numbers whose values differ between the formulas of a pointwise operation's kernel.
 
-    A kernel may have one formula for what fills a vector, another for numbers that it computes one
-    by one, and more where a tensor holds a single number. Candidates for a half-precision operation
-    of one tensor are all numbers; others are random, special, or any bits.
+    A kernel may use one formula for numbers that fill a vector, another for numbers that it
+    computes one by one, and others where a tensor has a single number. Candidates for a
+    half-precision operation of one tensor are all numbers; others are random, special or arbitrary
+    bits.
 
     Args:
         node: the operation.
-        cache: answers; a new one is added.
+        cache: results of former calls. A new one is added.
 
-    Returns some for each formula that gives another value than the one for a vector: an empty list
-    where it computes all candidates alike, or is not for a CPU; ``None`` where the kernel refuses
-    them, so nothing is known.
+    Returns:
+        Numbers for each formula whose values differ from those of the vector formula. It is empty
+        where the kernel computes all candidates alike or is not a CPU's, and ``None`` where the
+        kernel refuses the candidates, so that nothing is known.
     """
     tensors = [n for n in node.all_input_nodes if is_tensor(n)]
     if not all(n.meta["val"].device.type == "cpu" for n in tensors):
@@ -65,12 +66,9 @@ def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers] | None:
 def _contrasts(
     node: fx.Node, tensors: Sequence[fx.Node], singles: Sequence[Sequence[int]]
 ) -> Iterator[Numbers]:
-    """Numbers for a kernel that computes one by one, and for tensors that hold a single number.
+    """Yield numbers for a kernel that computes one by one, and for tensors of a single number.
 
-    Args:
-        node: the operation.
-        tensors: that it reads.
-        singles: places of tensors that may hold a single number at once.
+    ``singles`` are sets of indices of tensors that may have a single number at the same time.
     """
     rows = [i for i, n in enumerate(tensors) if n.meta["val"].dim()]
     scalars = OF_NO_DIMENSIONS[: None if len(rows) < len(tensors) else 1]
@@ -81,7 +79,7 @@ def _contrasts(
             strided = [torch.stack([t, t], -1)[..., 0] if t.dim() else t for t in dense]
             place = _first_difference(node, tensors, dense, strided)
             if place is not None:
-                yield _at(dense, place)
+                yield _values_at(dense, place)
                 break
     for subset in singles:
         for scalar in scalars:
@@ -90,9 +88,10 @@ def _contrasts(
 
 
 def _subsets_of_single_numbers(tensors: Sequence[fx.Node]) -> Iterator[list[int]]:
-    """Places of tensors that may hold a single number at once, in some part of a split.
+    """Yield sets of tensors that may have a single number at the same time, in a part of a split.
 
-    Where one does, so does each tensor that broadcasts to its shape.
+    A set is a list of indices. Where one tensor has a single number, so has every tensor that
+    broadcasts to its shape.
     """
     kinds = _kinds(tensors)
     shapes = {kind: tensors[kind].meta["val"].shape for kind in kinds if kind is not None}
@@ -104,15 +103,15 @@ def _subsets_of_single_numbers(tensors: Sequence[fx.Node]) -> Iterator[list[int]
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether a tensor of one shape can be expanded to another."""
+    """Return whether a tensor of shape ``shape`` can be expanded to shape ``to``."""
     pairs = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(size in (1, other) for size, other in pairs)
 
 
 def _kinds(tensors: Sequence[fx.Node]) -> list[int | None]:
-    """A number for each tensor, the same for those of one shape; ``None``: it has no dimensions.
+    """Return a number per tensor that is equal for equal shapes; ``None`` if it has no dimensions.
 
-    Those of one shape have one in a part, too: either all or none of them hold a single number.
+    Tensors of one shape have one shape in a part too: all or none of them have a single number.
     """
     shapes = [str(tuple(n.meta["val"].shape)) for n in tensors]
     return [
@@ -124,35 +123,36 @@ def _kinds(tensors: Sequence[fx.Node]) -> list[int | None]:
 def _of_a_single_number(
     node: fx.Node, tensors: Sequence[fx.Node], dense: Numbers, subset: Sequence[int]
 ) -> Iterator[Numbers]:
-    """Numbers of which another value is computed where tensors of ``subset`` hold one number."""
+    """Yield numbers whose value differs if the tensors in ``subset`` have a single number."""
     for i in range(SINGLES):
         single = {place: dense[place][i].reshape(1) for place in subset}
         repeated = {place: number.repeat(AT_ONCE) for place, number in single.items()}
         one, other = (
-            [held.get(place, t) for place, t in enumerate(dense)] for held in (repeated, single)
+            [replaced.get(place, t) for place, t in enumerate(dense)]
+            for replaced in (repeated, single)
         )
         place = _first_difference(node, tensors, one, other)
         if place is not None:
-            yield _at(one, place)
+            yield _values_at(one, place)
             return
 
 
 def _first_difference(
     node: fx.Node, tensors: Sequence[fx.Node], one: Numbers, other: Numbers
 ) -> int | None:
-    """The first place at which a result has other bits."""
-    results = [_computed(node, tensors, values) for values in (one, other)]
+    """Return the index of the first entry whose bits differ between two results, if any."""
+    results = [_results(node, tensors, values) for values in (one, other)]
     pairs = zip(*results, strict=True)
     differs = torch.stack([~same_bits(a, b.expand_as(a)) for a, b in pairs]).any(0)
     return int(differs.nonzero()[0]) if differs.any() else None
 
 
-def _at(values: Numbers, place: int) -> Numbers:
+def _values_at(values: Numbers, place: int) -> Numbers:
     return [t[place].clone() if t.dim() else t for t in values]
 
 
-def _computed(node: fx.Node, tensors: Sequence[fx.Node], values: Numbers) -> Numbers:
-    """Results of an operation for ``values`` in place of the tensors that it reads."""
+def _results(node: fx.Node, tensors: Sequence[fx.Node], values: Numbers) -> Numbers:
+    """Return the results of an operation with ``values`` in place of the tensors that it reads."""
     given = dict(zip(tensors, values, strict=True))
 
     def value_of(read: fx.Node) -> Any:
@@ -165,8 +165,10 @@ def _computed(node: fx.Node, tensors: Sequence[fx.Node], values: Numbers) -> Num
 
 
 def _candidates(tensor: torch.Tensor, scalar: float, start: int | None) -> torch.Tensor:
-    """Numbers for a tensor: ``scalar`` for one without dimensions; where ``start`` is given and
-    they are halves, all of them from there on; random, special and any bits elsewhere.
+    """Return numbers for a tensor.
+
+    A tensor without dimensions is filled with ``scalar``. Half-precision numbers from ``start`` on
+    are enumerated if ``start`` is given. Other numbers are random, special or arbitrary bits.
     """
     if not tensor.dim():
         return torch.full((), scalar).to(tensor.dtype)
@@ -176,7 +178,7 @@ def _candidates(tensor: torch.Tensor, scalar: float, start: int | None) -> torch
     made.normal_()
     if tensor.is_floating_point():
         bits = INTEGERS[tensor.itemsize]
-        if start is not None and bits is torch.int16:  # each several times
+        if start is not None and bits is torch.int16:
             each = (torch.arange(start, start + AT_ONCE) % 2**16 - 2**15).to(bits)
             return each.view(tensor.dtype)
         any_bits = torch.empty(AT_ONCE, dtype=bits).random_(torch.iinfo(bits).min, None)
@@ -185,11 +187,12 @@ def _candidates(tensor: torch.Tensor, scalar: float, start: int | None) -> torch
 
 
 def with_special(numbers: torch.Tensor, zeros: float, others: float) -> torch.Tensor:
-    """Random numbers some of which are made zeros of either sign, infinite or NaN.
+    """Replace some of the numbers in place by zeros of either sign, infinities and NaN.
 
     Args:
-        numbers: they are changed.
-        zeros, others: shares of those that are made zeros, and that are made not finite.
+        numbers: random numbers, which are changed.
+        zeros: share that becomes zeros.
+        others: share that becomes infinite or NaN.
     """
     if not numbers.is_floating_point():
         return numbers
@@ -202,5 +205,5 @@ def with_special(numbers: torch.Tensor, zeros: float, others: float) -> torch.Te
 
 
 def listed(results: Any) -> list[torch.Tensor]:
-    """What an operation returned, as a list."""
+    """Return the results of an operation as a list."""
     return list(results) if isinstance(results, (tuple, list)) else [results]

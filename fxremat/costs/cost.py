@@ -1,4 +1,4 @@
-"""What each stage costs, measured on the device that will run it."""
+"""Costs of stages, measured on the device that will run them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from fxremat.progress import MEASURE, Progress
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A line and what it costs, by node.
+    """A line with its costs, accessed by node.
 
     Attributes:
-        line: its storages as large as they really are.
-        costs: of it, by index.
-        measuring_bytes: the most that measuring held at once, without parameters and inputs of the
-            step; 0 where nothing was run.
+        line: the stages, with storages of their actual sizes.
+        costs: costs of the line, by index.
+        measuring_bytes: most bytes that measuring held at once, in addition to parameters and
+            inputs of the step; 0 where nothing was run.
     """
 
     line: Line
@@ -40,62 +40,70 @@ class Measured:
 
     @staticmethod
     def of(line: Line, costs: RecordedCosts) -> Measured:
-        """``line`` as it was measured.
+        """Combine ``line`` with its measured costs.
 
         Raises:
-            CostError: ``costs`` are of another graph.
+            CostError: ``costs`` belong to another graph.
         """
         _check(costs, line)
-        return Measured._of(line, costs)
+        return Measured._with_sizes_of(line, costs)
 
     def at(self, costs: RecordedCosts) -> Measured:
-        """This line at another size, where its own costs, scaled, are ``costs``."""
-        return Measured._of(self.line, costs)
+        """Return this line at another size.
+
+        Args:
+            costs: the costs of this line, scaled to that size.
+        """
+        return Measured._with_sizes_of(self.line, costs)
 
     @staticmethod
-    def _of(line: Line, costs: RecordedCosts) -> Measured:
+    def _with_sizes_of(line: Line, costs: RecordedCosts) -> Measured:
         sized = replace(line.joint.storages, nbytes=costs.storage_bytes)
         return Measured(replace(line, joint=replace(line.joint, storages=sized)), costs)
 
     @property
     def stages(self) -> tuple[StageSeconds, ...]:
-        """Seconds of each stage."""
+        """Return the seconds of each stage."""
         return self.costs.stages
 
     @property
     def kept_s(self) -> float:
-        """Seconds of the step where everything is kept."""
-        return sum(own.forward_s + own.backward_s for own in self.stages)
+        """Return the seconds of a step that keeps everything."""
+        return sum(stage.forward_s + stage.backward_s for stage in self.stages)
 
     @functools.cached_property
     def again_s(self) -> Mapping[fx.Node, float]:
-        """Seconds of each operation that a recomputation may run, alone."""
+        """Return the seconds of each operation that a recomputation may run, measured by itself."""
         return {self._nodes[i]: seconds for i, seconds in self.costs.again_s}
 
     @functools.cached_property
     def displaced(self) -> frozenset[int]:
-        """Storages with tensors whose strides are not those of the trace."""
+        """Return the storages with tensors whose strides differ from the trace."""
         return frozenset(self.costs.displaced)
 
     def workspace_bytes(self, node: fx.Node, block: Block) -> int:
-        """Peak of an operation of ``block`` beyond its arguments and results.
+        """Return the peak of an operation of ``block`` beyond its arguments and results, in bytes.
 
         Raises:
-            CostError: it was never measured so.
+            CostError: the operation was never measured as ``block`` runs it.
         """
-        found = self._workspace_bytes.get((node, block.mode_of(node)))
-        if found is None:
+        nbytes = self._workspace_bytes.get((node, block.mode_of(node)))
+        if nbytes is None:
             raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
-        return found
+        return nbytes
 
     def most_workspace_bytes(self, nodes: Iterable[fx.Node]) -> int:
-        """Return the largest workspace among operations, however they run; 0 for others."""
+        """Return the largest workspace of any of ``nodes`` in bytes; 0 if there are none."""
         wanted = frozenset(nodes)
         every = self._workspace_bytes.items()
         return max((nbytes for (node, _), nbytes in every if node in wanted), default=0)
 
     def asked(self, node: fx.Node, block: Block) -> tuple[Request, ...]:
-        """What an operation asks for; none: results as they are returned, then its workspace."""
+        """Return the requests of an operation to the allocator.
+
+        If empty, the operation requests its results in the order in which it returns them, then its
+        workspace.
+        """
         return self._asked.get((node, block.mode_of(node)), ())
 
     @functools.cached_property
@@ -108,15 +116,11 @@ class Measured:
 
     @functools.cached_property
     def _asked(self) -> Mapping[tuple[fx.Node, Mode], tuple[Request, ...]]:
-        return {(self._nodes[i], Mode(mode)): found for i, mode, found in self.costs.asked}
+        return {(self._nodes[i], Mode(mode)): requests for i, mode, requests in self.costs.asked}
 
 
 def _check(costs: RecordedCosts, line: Line) -> None:
-    """Refuse what was not measured of ``line``: a peak that is added up from it would not hold.
-
-    Raises:
-        CostError: it was not.
-    """
+    """Raise ``CostError`` unless ``costs`` belong to ``line``, since its peak would be wrong."""
     least_bytes = line.joint.storages.nbytes
     counts = len(costs.stages), len(costs.storage_bytes)
     wanted = len(line.stages), len(least_bytes)
@@ -130,25 +134,25 @@ def _check(costs: RecordedCosts, line: Line) -> None:
     indices = (*(i for i, _ in costs.again_s), *(i for i, _, _ in ran))
     modes = {mode.value for mode in Mode}
     seconds = [s for stage in costs.stages for s in astuple(stage)]
-    right = (
+    valid = (
         all(0 <= i < node_count for i in indices)
         and all(mode in modes for _, mode, _ in ran)
         and all(nbytes >= 0 for _, _, nbytes in costs.workspace_bytes)
         and {(i, mode) for i, mode, _ in costs.asked} <= {ran[:2] for ran in costs.workspace_bytes}
-        and all(_is_whole(asked) for _, _, asked in costs.asked)
+        and all(_is_balanced(asked) for _, _, asked in costs.asked)
         and all(0 <= s < math.inf for s in (*seconds, *(s for _, s in costs.again_s)))
         and all(0 <= s < len(least_bytes) for s in costs.displaced)
         and all(n >= least for n, least in zip(costs.storage_bytes, least_bytes, strict=True))
     )
-    if not right:
+    if not valid:
         raise CostError(
             "these costs name operations or storages that the graph does not have, or sizes below "
             "those of its trace: they are damaged or of another graph, measure this one"
         )
 
 
-def _is_whole(asked: Sequence[Request]) -> bool:
-    """Whether each result is asked for once, and each piece of workspace given back."""
+def _is_balanced(asked: Sequence[Request]) -> bool:
+    """Return whether each result is requested once, and each piece of workspace is freed."""
     places = sorted(key for key, _ in asked if key >= 0)
     held: dict[int, int] = {}
     for key, nbytes in asked:
@@ -166,34 +170,35 @@ def measure_line(
     cache: CostCache,
     progress: Progress,
 ) -> Measured:
-    """Run each distinct stage alone and measure it.
+    """Run each distinct stage by itself and measure it.
 
-    Beside what crosses the cuts and is pinned, there are never more values than one stage's
-    forward or backward makes. Nothing is run once all that follows is known.
+    In addition to pinned values and those that cross the cuts, memory holds at most the values of
+    one stage's forward or backward. Running ends once all further stages have been measured before.
 
     Args:
         line: the stages.
-        blocks: of ``line``.
-        real: values of primals, where known; others are made up with the right
-            strides. Integers and masks flow through the stages as they really would.
-        cache: what is in it is not measured again; the rest is added.
-        progress: told of each stage.
+        blocks: blocks of ``line``.
+        real: values of primals, where there are any. Others are made up, with the traced strides.
+            Integers and masks have the values that the stages compute.
+        cache: measurements. What it contains is not measured again, and new measurements are added.
+        progress: called for each stage.
 
-    Ensures: no tensor of ``real`` is written to; the random generators are as before.
+    Ensures:
+        No tensor of ``real`` is written to, and the random generators are as before.
 
     Raises:
         CostError: an operation cannot be run.
     """
-    library_workspaces(line.joint.device)  # or the first product would be charged with them
+    library_workspaces(line.joint.device)  # else the first product would be charged for them
     operations = Operations(cache, device=line.joint.device, given=real.values())
     stages = [_Stage.of(line, blocks, index) for index in range(len(line.stages))]
-    walk = _Walk(line, Synthesizer(line.joint, real), operations, cache)
-    new = [index for index, stage in enumerate(stages) if not walk.is_known(stage)]
+    measurer = _Measurer(line, Synthesizer(line.joint, real), operations, cache)
+    new = [index for index, stage in enumerate(stages) if not measurer.is_measured(stage)]
     with undisturbed(line.joint.device):
         for index, stage in enumerate(stages):
             progress(MEASURE, index, len(stages))
             if new and index <= new[-1]:
-                walk.measure(stage)
+                measurer.measure(stage)
         progress(MEASURE, len(stages), len(stages))
         measured = Measured.of(line, _recorded(line, stages, operations, cache))
         return replace(measured, measuring_bytes=operations.peak_bytes)
@@ -206,8 +211,9 @@ class _Stage:
     Attributes:
         first, again, backward: see :func:`stage_blocks`.
         whole: see :func:`whole_block`.
-        staying: tensors that the next stages may read: the boundary after it, and pinned ones.
-        timed: keys of ``first``, ``again`` and ``backward``; ``None``: nothing to do.
+        staying: tensors that later stages may read: those of the boundary after the stage, and
+            pinned ones.
+        timed: keys of ``first``, ``again`` and ``backward``; ``None`` for an empty block.
     """
 
     first: Block
@@ -219,15 +225,15 @@ class _Stage:
 
     @staticmethod
     def of(line: Line, blocks: BlockCache, index: int) -> _Stage:
-        """The blocks of stage ``index``."""
+        """Return the blocks of stage ``index``."""
         three = stage_blocks(line, blocks, index)
         staying = line.pinned.union(boundary_after(line, index))
         timed = tuple(blocks.key(b) if b.nodes else None for b in three)
         return _Stage(*three, whole_block(line, blocks, index), staying, timed)
 
 
-class _Walk:
-    """Carries real values from stage to stage and measures on the way."""
+class _Measurer:
+    """Passes real values from stage to stage, and measures each stage with them."""
 
     def __init__(
         self, line: Line, values: Synthesizer, operations: Operations, cache: CostCache
@@ -238,8 +244,8 @@ class _Walk:
         self._cache = cache
         self._clock = KernelClock(line.joint.device)
 
-    def is_known(self, stage: _Stage) -> bool:
-        """Whether nothing of ``stage`` is new."""
+    def is_measured(self, stage: _Stage) -> bool:
+        """Return whether all measurements of ``stage`` are in the cache."""
         again = self._operations.keys(stage.whole).values()
         return (
             all(key is None or key in self._cache.seconds for key in stage.timed)
@@ -248,30 +254,30 @@ class _Walk:
         )
 
     def _is_logged(self, block: Block) -> bool:
-        """Whether the workspaces of all operations of ``block`` are known."""
+        """Return whether the workspaces of all operations of ``block`` have been measured."""
         return self._cache.workspace_bytes.keys() >= set(self._operations.keys(block).values())
 
     def measure(self, stage: _Stage) -> None:
-        """Run the blocks of ``stage``, and leave the boundary after it among the values."""
+        """Run the blocks of ``stage``, and hold the values of the boundary after it."""
         first_key, again_key, backward_key = stage.timed
-        results = self._first(stage, first_key)
+        results = self._run_first(stage, first_key)
         table = self._line.joint.storages
         staying = table.of(stage.staying)
         stays = {n for n in results if not staying.isdisjoint(table.of_node[n])}
         self._values.hold({n: results.pop(n) for n in stays})
-        # What is left is the saved set. It is never there twice: each run drops it first.
+        # The other results are the saved set. It never exists twice: each run drops it first.
         inputs = self._values.of(stage.again.inputs)
         results = self._time(stage.again, again_key, inputs, results)
         del inputs
         self._values.hold({n: t for n, t in results.items() if n not in stays})
         results.clear()
-        self._backward(stage.backward, backward_key)
+        self._run_backward(stage.backward, backward_key)
         self._values.keep_only(stage.staying)
 
-    def _first(self, stage: _Stage, key: Key | None) -> dict[fx.Node, torch.Tensor]:
-        """Run the first forward; its results."""
+    def _run_first(self, stage: _Stage, key: Key | None) -> dict[fx.Node, torch.Tensor]:
+        """Run the first forward, and return its results."""
         first = stage.first
-        # What runs again reads states of generators, too, which may be of an earlier stage.
+        # A recomputation also reads states of generators, which an earlier stage may compute.
         others = frozenset(stage.whole.inputs).difference(first.nodes, first.inputs)
         inputs = self._values.of((*first.inputs, *sorted(others, key=self._line.rank)))
         results = self._operations.run(
@@ -279,8 +285,8 @@ class _Walk:
         )
         return self._time(first, key, inputs, results)
 
-    def _backward(self, backward: Block, key: Key | None) -> None:
-        """Run a backward if it is new."""
+    def _run_backward(self, backward: Block, key: Key | None) -> None:
+        """Run a backward if it has not been measured."""
         new = key is not None and key not in self._cache.seconds
         if new or not self._is_logged(backward):
             inputs = self._values.of(backward.inputs)
@@ -294,9 +300,10 @@ class _Walk:
         inputs: Mapping[fx.Node, torch.Tensor],
         results: dict[fx.Node, torch.Tensor],
     ) -> dict[fx.Node, torch.Tensor]:
-        """Time ``block``, which has run before, if it is new; its results.
+        """Time ``block`` if it has not been measured, and return its results.
 
-        Timing empties ``results``, which the run before gave. No ``key``: there is nothing to do.
+        The block has run before with ``results``, which timing empties. Without a ``key`` there is
+        nothing to time.
         """
         if key is None or key in self._cache.seconds:
             return results
@@ -312,7 +319,7 @@ class _Walk:
 def _recorded(
     line: Line, stages: Sequence[_Stage], operations: Operations, cache: CostCache
 ) -> RecordedCosts:
-    """The costs of ``line``, all of whose operations are in ``cache``."""
+    """Return the costs of ``line``, all of whose operations are in ``cache``."""
     order, table = line.order, line.joint.storages
     storage_bytes, displaced = list(table.nbytes), set[int]()
     again_s: dict[int, float] = {}
@@ -342,12 +349,12 @@ def _recorded(
         tuple((index, mode, nbytes) for (index, mode), nbytes in sorted(workspaces.items())),
         tuple(storage_bytes),
         tuple(sorted(displaced)),
-        asked=tuple((index, mode, found) for (index, mode), found in sorted(asked.items())),
+        asked=tuple((index, mode, requests) for (index, mode), requests in sorted(asked.items())),
     )
 
 
 def stage_blocks(line: Line, blocks: BlockCache, index: int) -> tuple[Block, Block, Block]:
-    """First forward with everything kept, rebuild of the saved set, backward of a stage."""
+    """Return a stage's first forward with everything kept, its rebuild, and its backward."""
     stage = line.stages[index]
     passed_on = frozenset(stage.forward).intersection(boundary_after(line, index))
     first = blocks(index, Mode.FIRST, passed_on.union(stage.saved, stage.pinned))
@@ -357,19 +364,19 @@ def stage_blocks(line: Line, blocks: BlockCache, index: int) -> tuple[Block, Blo
 
 
 def runs_of(line: Line, block: Block) -> Iterator[tuple[fx.Node, Iterable[Mode]]]:
-    """The operations of a block, and how they may run."""
+    """Yield the operations of a block, and how each may run."""
     for node in block.operations:
-        # Views of given tensors are part of any block.
+        # Any block may contain views of given tensors.
         yield node, Mode if node in line.views else (block.mode_of(node),)
 
 
 def whole_block(line: Line, blocks: BlockCache, index: int) -> Block:
-    """A recomputation of all that any schedule may ask of a stage again."""
+    """Return a recomputation of everything that a schedule may recompute of a stage."""
     stage = line.stages[index]
     passed_on = frozenset(stage.forward).intersection(boundary_after(line, index))
     return blocks(index, Mode.AGAIN, passed_on.union(stage.saved) - line.pinned)
 
 
 def boundary_after(line: Line, index: int) -> Sequence[fx.Node]:
-    """Tensors that cross the cut after stage ``index``."""
+    """Return the tensors that cross the cut after stage ``index``."""
     return line.stages[index + 1].boundary if index + 1 < len(line.stages) else ()

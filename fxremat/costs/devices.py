@@ -1,8 +1,8 @@
-"""Devices that a step can be estimated for: what their data sheets promise, or what was measured.
+"""Devices that a step can be estimated for, with figures of data sheets or measurements.
 
-Figures of the table are those of the makers' data sheets, without sparsity, for the board named;
-``float32`` is without TF32. Memory is what the driver tells, a link is one direction of PCIe. What
-a launch takes is of torch without CUDA graphs, some 5 µs on today's hosts.
+Figures of the table are those of the makers' data sheets, without sparsity, for the board named.
+``float32`` is without TF32. Memory is what the driver reports, and a link is one direction of PCIe.
+A launch takes as long as torch without CUDA graphs needs, about 5 µs on today's hosts.
 
 * B200: NVIDIA HGX B200 data sheet, an eighth of the board's figures.
 * H100, H100-PCIe, H200: NVIDIA H100 Tensor Core GPU data sheet (SXM5, 80 GB HBM3; PCIe, 80 GB
@@ -12,8 +12,9 @@ a launch takes is of torch without CUDA graphs, some 5 µs on today's hosts.
 * 4090: NVIDIA Ada GPU architecture white paper, appendix A.
 * cpu: no data sheet, a machine of a few cores. Measure yours: :meth:`Device.calibrated`.
 
-Library workspaces are cuBLAS's, one for the thread that runs forwards and one for autograd's, as
-torch sizes them (``getChosenWorkspaceSize`` in ``aten/src/ATen/cuda/CublasHandlePool.cpp``).
+Library workspaces are cuBLAS's: one for the thread that runs forwards and one for autograd's
+thread, as torch sizes them (``getChosenWorkspaceSize`` in
+``aten/src/ATen/cuda/CublasHandlePool.cpp``).
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from fxremat.errors import ArgumentError
 from fxremat.report.codec import FormatError, decode, encode, pack, unpack, write_whole
 
 FILE = "device"
-"""Kind of a file that holds one."""
+"""Kind of the files that store a device."""
 
 TF32 = "tf32"
-"""Products of float32 that are computed in less: where torch is told to."""
+"""Name of products of float32 that torch is allowed to compute in TF32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Figures of a device, from which :func:`fxremat.estimate` tells seconds and bytes.
+    """Figures of a device, from which :func:`fxremat.estimate` computes seconds and bytes.
 
     Attributes:
-        name: the name that it is shown under.
+        name: name to display.
         kind: torch's type of device, ``"cpu"`` or ``"cuda"``.
-        bytes_per_s: bandwidth of its memory, in bytes a second.
-        flops_per_s: floating-point operations a second of matrix products, by dtype, as
-            ``"bfloat16"``, and ``"tf32"``; a product of a dtype that is not listed is taken to be
+        bytes_per_s: bandwidth of its memory, in bytes per second.
+        flops_per_s: floating-point operations per second of matrix products, by dtype, such as
+            ``"bfloat16"``, and ``"tf32"``. A product of a dtype that is not listed is treated as
             one of ``"float32"``.
-        launch_s: the least seconds that an operation takes.
-        link_bytes_per_s: bandwidth to host memory in each direction, in bytes a second.
-        memory_bytes: memory that the device has; ``None``: it is not known.
-        library_bytes: memory that libraries such as cuBLAS hold from their first call on.
+        launch_s: least seconds that an operation takes.
+        link_bytes_per_s: bandwidth to host memory in each direction, in bytes per second.
+        memory_bytes: size of its memory; ``None`` if unknown.
+        library_bytes: memory that libraries such as cuBLAS hold after their first call.
 
     Raises:
-        ArgumentError: a number is none, or not positive, or the kind is another.
+        ArgumentError: a number is missing or not positive, or the kind is unknown.
     """
 
     name: str
@@ -90,17 +91,24 @@ class Device:
 
     @property
     def workspaces_bytes(self) -> tuple[int, ...]:
-        """Bytes of each workspace of ``library_bytes``: of the caller's thread and autograd's."""
+        """Return the bytes of the workspaces of the caller's thread and of autograd's thread.
+
+        They add up to ``library_bytes``.
+        """
         half = self.library_bytes // 2
         return tuple(filter(None, (self.library_bytes - half, half)))
 
     def flop_s(self, dtype: str) -> float:
-        """Seconds of one floating-point operation of a product."""
+        """Return the seconds of one floating-point operation of a matrix product.
+
+        Args:
+            dtype: dtype of the product, such as ``"bfloat16"``, or ``"tf32"``.
+        """
         rates = dict(self.flops_per_s)
         return 1 / rates.get(dtype, rates["float32"])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the figures into a file of JSON, which ``device=`` of ``fxremat.estimate`` takes.
+        """Write the figures to a JSON file, which ``device=`` of ``fxremat.estimate`` accepts.
 
         Raises:
             OSError: the file cannot be written.
@@ -109,10 +117,10 @@ class Device:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Device:
-        """Read the device from a file that :meth:`save` wrote.
+        """Read a device from a file that :meth:`save` wrote.
 
         Raises:
-            ArgumentError: the file cannot be read, or holds none.
+            ArgumentError: the file cannot be read, or does not contain a device.
         """
         try:
             return decode(Device, unpack(FILE, Path(path).read_bytes()).get("device"))
@@ -122,42 +130,42 @@ class Device:
 
     @staticmethod
     def calibrated(device: str | torch.device = "cpu") -> Device:
-        """The figures of this machine's own device, measured in a few seconds.
+        """Measure a device of this machine, in a few seconds.
 
-        What cannot be measured so is taken from the table: the bandwidth of the link, and, on
-        CUDA, the memory that libraries hold.
+        Figures that cannot be measured this way are those of the table: the bandwidth of the link,
+        and, on CUDA, the memory that libraries hold.
 
         Args:
             device: ``"cpu"`` or ``"cuda"``.
 
         Raises:
-            ArgumentError: torch has no such device here.
+            ArgumentError: torch has no such device on this machine.
         """
-        found = torch.device(device)
-        if found.type not in ("cpu", "cuda") or (
-            found.type == "cuda" and not torch.cuda.is_available()
-        ):
-            message = f"device {str(device)!r} is not here: measure 'cpu' or a CUDA device"
+        kind = torch.device(device).type
+        if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+            message = (
+                f"device {str(device)!r} is not on this machine: measure 'cpu' or a CUDA device"
+            )
             raise ArgumentError(message, argument="device", value=device)
         with torch_compat.real_execution(), torch.no_grad(), torch.random.fork_rng():
-            return _measured(found)
+            return _measured(torch.device(device))
 
 
 def read_device(written: object) -> Device:
-    """A device, its name, or the path of a file that holds one.
+    """Return a device, given as itself, by name, or by the path of a file that stores one.
 
-    A name is one of the table, or as shops and drivers write it: ``"RTX 4090"``, ``"A100 40GB"``,
-    ``"H100 PCIe"``, ``"NVIDIA H100 80GB HBM3"``.
+    A name is one of the table, possibly in the spelling of shops or drivers: ``"RTX 4090"``,
+    ``"A100 40GB"``, ``"H100 PCIe"``, ``"NVIDIA H100 80GB HBM3"``.
 
     Raises:
-        ArgumentError: none of these.
+        ArgumentError: ``written`` is none of these.
     """
     if isinstance(written, Device):
         return written
     if isinstance(written, str):
-        found = _named(written)
-        if found is not None:
-            return found
+        device = _named(written)
+        if device is not None:
+            return device
     if isinstance(written, (str, os.PathLike)) and Path(written).is_file():
         return Device.load(written)
     message = (
@@ -168,27 +176,27 @@ def read_device(written: object) -> Device:
 
 
 _MAKERS = re.compile(r"^(nvidia|geforce|rtx|tesla|sxm\d?|hbm\d?e?)")
-"""How words of a name begin that tell no two boards of the table apart."""
+"""Prefixes of words in a name that do not distinguish boards of the table."""
 
 
 def _named(written: str) -> Device | None:
-    """A device of the table, by its name there, or as shops and drivers write it."""
+    """Return the device of the table with this name, in any spelling of shops or drivers."""
     name, size = _name_and_size(written)
     for device in DEVICES.values():
-        if name == _name_and_size(device.name)[0] and _is_of(device, size):
+        if name == _name_and_size(device.name)[0] and _has_memory_size(device, size):
             return device
     return None
 
 
 def _name_and_size(written: str) -> tuple[str, str | None]:
-    """``"a100"`` and ``"40gb"`` of ``"NVIDIA A100-SXM4-40GB"``."""
+    """Split ``"NVIDIA A100-SXM4-40GB"`` into ``"a100"`` and ``"40gb"``."""
     words = [_MAKERS.sub("", word) for word in re.split(r"[\W_]+", written.lower())]
     size = next((word for word in words if re.fullmatch(r"\d+gi?b", word)), None)
     return "".join(word for word in words if word != size), size
 
 
-def _is_of(device: Device, size: str | None) -> bool:
-    """Whether its memory is of a size as it is sold: drivers tell up to a tenth less."""
+def _has_memory_size(device: Device, size: str | None) -> bool:
+    """Return whether a device's memory is sold as ``size``; drivers report up to a tenth less."""
     if size is None or device.memory_bytes is None:
         return size is None
     sold_bytes = int(size.rstrip("gib")) << 30
@@ -205,15 +213,17 @@ def _gpu(
     hopper: bool = False,
     bfloat16: bool = True,
 ) -> Device:
-    """A GPU of the table.
+    """Return a GPU of the table.
 
     Args:
-        name: its name in the table.
-        tera_flops: a second, of float64, float32, TF32 and numbers of 16 bits.
-        giga_bytes: bandwidth of its memory a second, and ``link``: of one direction of its link.
-        mib: its memory.
-        hopper: cuBLAS takes the workspaces of that architecture, or a later one.
-        bfloat16: is as fast as float16.
+        name: name in the table.
+        tera_flops: 10^12 floating-point operations per second of float64, float32, TF32 and 16-bit
+            products.
+        giga_bytes: bandwidth of its memory, in GB/s.
+        link: bandwidth of one direction of its link, in GB/s.
+        mib: size of its memory, in MiB.
+        hopper: whether cuBLAS's workspaces have the sizes of Hopper and later architectures.
+        bfloat16: whether bfloat16 is as fast as float16.
     """
     float64, float32, tf32, halves = (1e12 * rate for rate in tera_flops)
     return Device(
@@ -266,18 +276,18 @@ DEVICES: dict[str, Device] = {
              bfloat16=False),
     )
 }  # fmt: skip
-"""By name."""
+"""Devices by name."""
 
 _COPIED_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 _SIDE = {"cpu": 768, "cuda": 8192}
 _LAUNCHES = 2000
-"""Empty kernels that are launched to find what one launch takes."""
+"""Number of small kernels that are launched to measure the time of a launch."""
 _RUNS = 5
-"""Runs of which the fastest counts."""
+"""Number of runs, of which the fastest counts."""
 
 
 def _measured(device: torch.device) -> Device:
-    """Figures of this machine's device: memory, products and launches are timed."""
+    """Measure memory, products and launches of a device of this machine."""
     bases = {"cpu": DEVICES["cpu"], "cuda": DEVICES["A100"]}
     base = bases[device.type]
     source = torch.ones(_COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
@@ -305,12 +315,12 @@ def _measured(device: torch.device) -> Device:
         memory_bytes=None,
     )
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        made = replace(made, name=found.name, memory_bytes=found.total_memory)
+        properties = torch.cuda.get_device_properties(device)
+        made = replace(made, name=properties.name, memory_bytes=properties.total_memory)
     return made
 
 
 def _warm_s(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of a few runs, after one that is not counted."""
+    """Return the seconds of the fastest of a few runs, after one that is not counted."""
     run()
     return fastest_s(run, device=device, runs=_RUNS)

@@ -1,4 +1,4 @@
-"""Run blocks: compiled, or operation by operation under the allocator's eye."""
+"""Runs blocks, either compiled or operation by operation with the allocator logged."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from fxremat.passes.stages.block import Block, Key, Mode, build_graph, call_of, 
 from fxremat.runtime.user_kernels import Launch
 
 Note = Callable[[int], object]
-"""Takes the most bytes that something has held at once while a step was measured."""
+"""A callback that takes the most bytes that something held at once while a step was measured."""
 
 
 def unnoted(_nbytes: int) -> None:
-    """Note nothing: measuring is no part of a training step."""
+    """Discard a number of bytes, where measuring is not part of a training step."""
 
 
 BLOCK_S, OPERATION_S = 0.01, 0.002
 LEAST_RUNS, DOUBTFUL_RUNS, MOST_RUNS, AGREE = 2, 5, 20, 1.05
-"""How often something is timed after it has run once. The fastest run counts: what else the
-machine does can only make one slower.
+"""How often something is timed after it has run once. The fastest run counts, since other load on
+the machine can only make a run slower.
 
-| the fastest takes | runs of a block | runs of an operation alone |
+| the fastest takes | runs of a block | runs of an operation by itself |
 |---|---|---|
 | 0.1 ms or less | 20 | 20 |
 | 0.5 ms | 20 | 4 |
@@ -42,17 +42,16 @@ machine does can only make one slower.
 | 2 ms | 5 | 2 |
 | 5 ms or more | 2 | 2 |
 
-That is: until the runs, had each been as fast as the fastest, took 10 ms in all, or 2 ms. Of few
-runs the two fastest must agree to within 5 %, or there are as many as 5. An operation's time only
-shares out that of its block.
-"""
+That is, runs end when their number times the fastest reaches 10 ms for a block, or 2 ms for an
+operation. If there are fewer than 5, the two fastest must agree to within 5 %, else there are 5. An
+operation's time is only used to distribute that of its block."""
 
 
 def compile_block(block: Block) -> torch_compat.BoxedCallable:
-    """The block as a function of one list, which it empties, freeing as it goes.
+    """Compile a block to a function of one list, which it empties, freeing values on the way.
 
-    Emitted code calls stages in this way, too, but for collectives: no other process takes part.
-    A loss's own gradient is taken to be as expected, as it is in most steps.
+    Emitted code calls stages in the same way, except for collectives: no other process takes part.
+    The gradient of a loss is assumed to be the expected one, as in most steps.
     """
     graph = build_graph(block)
     for node in graph.nodes:
@@ -64,14 +63,15 @@ def compile_block(block: Block) -> torch_compat.BoxedCallable:
 def least_s(
     run: Callable[[], Any], kept: list[Any], *, clock: KernelClock, enough_s: float
 ) -> float:
-    """Seconds of the fastest of a few runs; see :data:`LEAST_RUNS`.
+    """Return the seconds of the fastest of a few runs; see :data:`LEAST_RUNS`.
 
     Args:
-        run: what is timed; it has run before.
-        kept: the result of that run, or nothing. Each run drops it first, so that there are never
-            two; at the end it is that of the last run.
-        clock: of the device.
-        enough_s: no more runs than fill that time, were each as fast as the fastest.
+        run: function to time, which has run before.
+        kept: the result of that run, or empty. Each run drops it first, so that there are never
+            two. Finally it is the result of the last run.
+        clock: clock of the device.
+        enough_s: seconds that the runs would take if all were as fast as the fastest; no further
+            run begins after that.
     """
 
     def once() -> None:
@@ -86,7 +86,7 @@ def least_s(
 
 
 def _are_enough(seconds: Sequence[float], enough_s: float) -> bool:
-    """Whether these runs will do, the fastest first."""
+    """Return whether no further run is needed after these, which are sorted."""
     count = len(seconds)
     if count < LEAST_RUNS or (count < MOST_RUNS and count * seconds[0] < enough_s):
         return False
@@ -95,7 +95,7 @@ def _are_enough(seconds: Sequence[float], enough_s: float) -> bool:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Operations run for real, and leave no trace: random generators are as before."""
+    """Run operations for real, and restore the random generators afterwards."""
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch_compat.real_execution(), torch.no_grad(), torch.random.fork_rng(devices=devices):
         yield
@@ -105,18 +105,18 @@ class HeldBytes:
     """Counts the bytes of distinct storages that values hold on one device.
 
     Args:
-        device: other devices are not counted.
-        given: keys of storages that exist anyway, which are not counted.
+        device: the device. Storages on other devices are not counted.
+        given: keys of storages that exist in any case, and are not counted.
 
     Attributes:
-        nbytes: held now.
+        nbytes: bytes held at present.
     """
 
     def __init__(self, device: torch.device, given: frozenset[int] = frozenset()) -> None:
         self.nbytes = 0
         self._device = device
         self._given = given
-        self._holders: dict[int, tuple[int, int]] = {}  # of each storage, and its bytes
+        self._holders: dict[int, tuple[int, int]] = {}  # by key: how many hold it, and its bytes
 
     def add(self, value: object) -> None:
         """Count the storages of a value."""
@@ -142,15 +142,15 @@ class HeldBytes:
 
 
 class Operations:
-    """Runs blocks operation by operation, and measures the operations that are new.
+    """Runs blocks operation by operation, and measures the operations that are not in a cache.
 
     Args:
-        cache: measurements; new ones are added.
-        device: whose memory is meant, that of the step.
-        given: tensors that exist whether or not something is measured.
+        cache: measurements. New ones are added.
+        device: device of the step, whose memory is measured.
+        given: tensors that exist whether or not anything is measured.
 
     Attributes:
-        peak_bytes: the most that :meth:`run` has held at once, without ``given``.
+        peak_bytes: most bytes that :meth:`run` has held at once, in addition to ``given``.
     """
 
     def __init__(
@@ -164,15 +164,15 @@ class Operations:
         self._clock = KernelClock(device)
 
     def keys(self, block: Block) -> dict[fx.Node, Key]:
-        """The signature of each operation of ``block``."""
+        """Return the signature of each operation of ``block``."""
         return {node: self._key(node, block) for node in block.operations}
 
     def _key(self, node: fx.Node, block: Block) -> Key:
-        """The signature of ``node`` as ``block`` runs it, made once: it is slow to make."""
-        asked = node, block.mode_of(node)
-        if asked not in self._keys:
-            self._keys[asked] = node_key(node, block)
-        return self._keys[asked]
+        """Return the signature of ``node`` as ``block`` runs it, from a cache."""
+        run = node, block.mode_of(node)
+        if run not in self._keys:
+            self._keys[run] = node_key(node, block)
+        return self._keys[run]
 
     def run(
         self,
@@ -183,15 +183,15 @@ class Operations:
         again: Block | None = None,
         also_held: Iterable[torch.Tensor] = (),
     ) -> dict[fx.Node, torch.Tensor]:
-        """Run each operation of ``block``; note workspace and results' sizes of new ones.
+        """Run each operation of ``block``, and measure workspace and result sizes of new ones.
 
         Args:
             block: the operations.
             inputs: values of all that they read from outside.
             also_held: further tensors that the caller holds meanwhile.
-            keep: results that are returned. Others are dropped after their last reader.
-            again: a recomputation whose operations are among the block's and read what is there
-                when it runs them: they are timed, too.
+            keep: nodes whose results are returned. Others are dropped after their last reader.
+            again: a recomputation whose operations are among the block's, and whose inputs exist
+                when the block runs these. They are timed too.
 
         Raises:
             CostError: an operation failed, or returned a copy where the trace has a view.
@@ -214,13 +214,13 @@ class Operations:
         return {node: values[node] for node in keep}
 
     def _workspace_bytes(self, node: fx.Node, block: Block) -> int:
-        """Bytes that ``node``, which has run, allocates besides its results while it runs."""
+        """Return the bytes that ``node``, which has run, allocates temporarily."""
         return self._cache.workspace_bytes[self._key(node, block)]
 
     def _result(
         self, node: fx.Node, block: Block, again: Block | None, values: Mapping[fx.Node, Any]
     ) -> Any:
-        """The value of ``node``, which is measured as it runs in ``block`` and in ``again``."""
+        """Compute ``node`` and measure it as it runs in ``block`` and in ``again``."""
         if is_getitem(node):
             return _call(node, block, values)
         if again is not None and self._key(node, again) not in self._cache.operation_s:
@@ -234,7 +234,7 @@ class Operations:
         return self._logged(node, block, values)
 
     def _logged(self, node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
-        """The value of ``node``, run under the allocator's eye if it is new."""
+        """Compute ``node``, logging the allocator if it has not been measured."""
         key = self._key(node, block)
         if key in self._cache.workspace_bytes:
             return _call(node, block, values)
@@ -248,8 +248,8 @@ class Operations:
         self._cache.result_bytes[key] = tuple(results.values())
         self._cache.as_traced[key] = _lies_as_traced(node, value)
         changes = [change for _mark, change in log.events if change]
-        on_cuda = self._device.type == "cuda"  # nowhere else is more handed out than asked for
-        self._cache.asked[key] = requests_seen(changes, sizes) if on_cuda else ()
+        on_cuda = self._device.type == "cuda"  # only CUDA's allocator rounds requests up
+        self._cache.asked[key] = requests_from(changes, sizes) if on_cuda else ()
         self._cache.workspace_bytes[key] = max(log.peak_bytes - sum(sizes), 0)
         return value
 
@@ -258,40 +258,42 @@ class Operations:
 
 
 def tune(launch: Launch, arguments: Sequence[Any], device: torch.device, *, note: Note) -> None:
-    """Have Triton tune a user's kernel if it has not; ``note`` gets the bytes that this held.
+    """Let Triton tune a user's kernel unless it has; ``note`` gets the bytes that this held.
 
-    They are no workspace of a step.
+    These bytes are not a workspace of a step.
     """
     if not launch.is_tuned_for(*arguments):
         with torch_compat.noted_bytes(device, note):
             launch.tune(*arguments)
 
 
-def requests_seen(changes: Sequence[int], sizes: Sequence[int]) -> tuple[Request, ...]:
-    """What an operation asked of the allocator, its results told from what it gave back.
+def requests_from(changes: Sequence[int], sizes: Sequence[int]) -> tuple[Request, ...]:
+    """Derive the requests of an operation from the changes that it made to allocated memory.
 
-    A fused dropout wants its mask before its output, attention's backward several workspaces of
-    which none is there for long: what an allocator makes of that depends on all of them.
+    The order matters to an allocator. A fused dropout requests its mask before its output, and the
+    backward of attention requests several workspaces that do not all exist at once.
 
     Args:
-        changes: of the allocator meanwhile: bytes handed out, and taken back if negative.
+        changes: changes of the allocator while the operation ran: bytes allocated, or, if negative,
+            freed.
         sizes: bytes of the results in the order of their return; 0 where the device has none.
 
-    Returns requests in order: ``(place, 0)`` for a result, ``(key, bytes)`` for a piece of
-    workspace, whose key is below 0, and which is taken back under it. None at all where that
-    cannot be told, or where results are asked for as they are returned, and nothing else is.
+    Returns:
+        Requests in order: ``(place, 0)`` for a result, ``(key, bytes)`` for a piece of workspace,
+        which is freed under the same key. Keys are below 0. It is empty where the requests cannot
+        be derived, or are the results only, in the order of their return.
     """
     live: list[int] = []
     ends: dict[int, int] = {}
     for i, change in enumerate(changes):
         if change > 0:
             live.append(i)
-        else:  # a block of that size: which one of several matters to nobody
-            found = next((j for j in reversed(live) if changes[j] == -change), None)
-            if found is None:
-                continue  # it was there before
-            live.remove(found)
-            ends[i] = found
+        else:  # any live block of that size will do
+            start = next((j for j in reversed(live) if changes[j] == -change), None)
+            if start is None:
+                continue  # it was allocated before the operation
+            live.remove(start)
+            ends[i] = start
     places: dict[int, int] = {}
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         fitting = [(changes[i], i) for i in live if changes[i] >= sizes[place] > 0]
@@ -300,31 +302,31 @@ def requests_seen(changes: Sequence[int], sizes: Sequence[int]) -> tuple[Request
         if fitting:
             places[min(fitting)[1]] = place
             live.remove(min(fitting)[1])
-    seen: list[Request] = [(place, 0) for place, nbytes in enumerate(sizes) if not nbytes]
-    taken = {i: -1 - j for j, i in enumerate((*ends.values(), *live))}
+    requests: list[Request] = [(place, 0) for place, nbytes in enumerate(sizes) if not nbytes]
+    keys = {i: -1 - j for j, i in enumerate((*ends.values(), *live))}
     for i, change in enumerate(changes):
         if i in places:
-            seen.append((places[i], 0))
-        elif i in taken:
-            seen.append((taken[i], change))
+            requests.append((places[i], 0))
+        elif i in keys:
+            requests.append((keys[i], change))
         elif i in ends:
-            seen.append((taken[ends[i]], change))
-    seen += [(taken[i], -changes[i]) for i in live]  # nobody was given it: it is soon taken back
-    return () if seen == [(place, 0) for place in range(len(sizes))] else tuple(seen)
+            requests.append((keys[ends[i]], change))
+    requests += [(keys[i], -changes[i]) for i in live]  # not returned, so it is freed soon
+    return () if requests == [(place, 0) for place in range(len(sizes))] else tuple(requests)
 
 
 def _last_read(
     block: Block, timed: Mapping[fx.Node, Block], keep: Sequence[fx.Node]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """For each operation the values that nothing reads after it, and nobody asked for."""
+    """Return, for each operation, the values that nothing reads after it and that are not kept."""
     last: dict[fx.Node, fx.Node] = {}
     for node in block.nodes:
         also = timed[node].sources(node) if node in timed else ()
         last.update(dict.fromkeys((*block.sources(node), *also, node), node))
-    wanted = set(keep)
+    kept = set(keep)
     dying: dict[fx.Node, list[fx.Node]] = {}
     for value, reader in last.items():
-        if value not in wanted:
+        if value not in kept:
             dying.setdefault(reader, []).append(value)
     return dying
 
@@ -335,12 +337,13 @@ def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
     except Exception as error:
         target, _args, _kwargs = call_of(node, block.mode_of(node))
         raise CostError(
-            f"operation {node.name} ({target}) of stage {block.stage} cannot be run alone: {error}"
+            f"operation {node.name} ({target}) of stage {block.stage} cannot be run by itself: "
+            f"{error}"
         ) from error
 
 
 def _bound(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> functools.partial[Any]:
-    """``node`` as ``block`` runs it, with its arguments; what may be computed once more, is."""
+    """Return a call of ``node`` as ``block`` runs it, which computes everything afresh."""
     target, args, kwargs = call_of(node, block.mode_of(node))
     target = target.anew if isinstance(target, Beside) else torch_compat.alone(target)
     real_args = torch.fx.map_arg(args, lambda n: values[n])
@@ -358,9 +361,9 @@ def _allocated_bytes(t: torch.Tensor) -> int:
 
 
 def _lies_as_traced(node: fx.Node, value: object) -> bool:
-    """Whether real tensors have the strides, offsets and devices that their trace has.
+    """Return whether real tensors have the strides, offsets and devices of their trace.
 
-    Seed and offset of an attention's dropout are traced on the GPU, and live on the CPU.
+    Seed and offset of an attention's dropout are traced on the GPU, but are on the CPU.
     """
 
     def places(tensors: Iterable[torch.Tensor]) -> list[tuple[object, ...]]:
@@ -372,7 +375,7 @@ def _lies_as_traced(node: fx.Node, value: object) -> bool:
 def _fresh(
     node: fx.Node, block: Block, value: object, values: Mapping[fx.Node, Any]
 ) -> list[torch.Tensor]:
-    """A tensor in each of the storages that running ``node`` allocated for its ``value``."""
+    """Return one tensor for each storage that running ``node`` allocated for its ``value``."""
     key, sources = torch_compat.storage_key, block.sources(node)
     given = {key(t) for n in sources for t in _tensors(values[n])}
     fresh = {key(t): t for t in _tensors(value) if key(t) not in given}
@@ -381,6 +384,6 @@ def _fresh(
     if len(fresh) > len(traced):
         raise CostError(
             f"operation {node.name} ({node.target}) of stage {block.stage} allocates "
-            f"{len(fresh)} storages where its trace has {len(traced)}: its memory cannot be known"
+            f"{len(fresh)} storages where its trace has {len(traced)}: its memory cannot be planned"
         )
     return list(fresh.values())

@@ -1,4 +1,4 @@
-"""How kernels leave their results: those whose fake kernels may not know are run."""
+"""Layouts of kernels' results. Kernels are run where their fake implementation may be wrong."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ PRODUCTS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, ate
 
 
 class KernelLayouts:
-    """Finds how kernels of a device leave their results.
+    """Determines the layouts that kernels of a device give their results.
 
-    Only where an argument is not contiguous is a kernel run: fake ones know what becomes of others.
+    Kernels are run only where an argument is not contiguous. For other arguments, fake kernels give
+    the layouts of the real ones.
 
     Args:
-        cache: answers; new ones are added.
+        cache: results of former calls. New ones are added.
 
     Attributes:
-        measuring_bytes: the most that was held at once for an answer.
+        measuring_bytes: most bytes that were held at once to determine a layout.
     """
 
     def __init__(self, cache: CostCache) -> None:
@@ -40,9 +41,12 @@ class KernelLayouts:
     def left(
         self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Sequence[Layout] | None:
-        """See :data:`fxremat.passes.joint.layouts.Left`.
+        """Return the layouts of a kernel's results; ``None`` if its fake kernel's hold or it fails.
 
-        Ensures: the random generators are as before.
+        See :data:`fxremat.passes.joint.layouts.Left`.
+
+        Ensures:
+            The random generators are as before.
         """
         given, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         given = [_at_capture(value) for value in given]
@@ -50,16 +54,16 @@ class KernelLayouts:
             return None
         key: Key = (str(target), str(spec), *map(tensor_key, given))
         if key not in self._cache.left:
-            self._cache.left[key] = self._run(target, given, spec)
+            self._cache.left[key] = self._measure(target, given, spec)
         return self._cache.left[key]
 
-    def _run(self, target: Any, given: Sequence[Any], spec: Any) -> tuple[Layout, ...] | None:
+    def _measure(self, target: Any, given: Sequence[Any], spec: Any) -> tuple[Layout, ...] | None:
         device = next(t.device for t in given if isinstance(t, torch.Tensor))
         try:
             with undisturbed(device):
                 real = [made_up(v) if isinstance(v, torch.Tensor) else v for v in given]
                 args, kwargs = pytree.tree_unflatten(real, spec)
-                results = [t for t in pytree.tree_leaves(target(*args, **kwargs)) if _is_plain(t)]
+                results = [t for t in pytree.tree_leaves(target(*args, **kwargs)) if _is_tensor(t)]
         except (RuntimeError, ValueError, TypeError, IndexError):
             return None
         read = {torch_compat.storage_key(t) for t in real if isinstance(t, torch.Tensor)}
@@ -72,12 +76,12 @@ class KernelLayouts:
         return tuple(map(layout_of, results))
 
 
-def _is_plain(value: object) -> bool:
+def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
 def _at_capture(value: Any) -> Any:
-    """An argument at the sizes of the capture."""
+    """Return an argument with the sizes of the capture."""
     if isinstance(value, torch.SymInt):
         return torch_compat.hint_of(value)
     if not isinstance(value, torch.Tensor) or not torch_compat.has_symbols(value):
@@ -94,13 +98,13 @@ def _at_capture(value: Any) -> Any:
 
 
 def _is_doubtful(target: Any, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the real kernel may leave another layout than the fake one."""
+    """Return whether the real kernel may give another layout than the fake one."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
     if target in PRODUCTS:
         return False
     schema = target._schema
-    if schema.is_mutable or any(own.alias_info is not None for own in schema.returns):
+    if schema.is_mutable or any(result.alias_info is not None for result in schema.returns):
         return False
     if not all(t.layout is torch.strided for t in tensors):
         return False

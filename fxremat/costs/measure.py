@@ -20,14 +20,13 @@ from fxremat.runtime.watch import timed_event
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """Peak memory and time of a training step, as :func:`measure_step` finds them.
+    """Peak memory and time of a training step, as :func:`measure_step` measures them.
 
     Attributes:
-        peak_bytes: most device memory allocated at any instant of the step, with all
-            that was allocated before it: parameters, buffers, gradients, optimizer
-            state, the batch.
-        seconds: wall time of the step, as median over the repetitions.
-        resident_bytes: what was allocated before the step.
+        peak_bytes: most bytes of device memory allocated at any instant of the step. It includes
+            everything allocated before: parameters, buffers, gradients, optimizer state, the batch.
+        seconds: wall time of the step, as the median over the repetitions.
+        resident_bytes: bytes allocated before the step.
     """
 
     peak_bytes: int
@@ -38,19 +37,19 @@ class StepMeasurement:
 def measure_step(
     model: nn.Module, step: Callable[[], object], *, repeat: int = 1
 ) -> StepMeasurement:
-    """Run ``step`` and measure it.
+    """Run a training step and measure its peak memory and time.
 
-    On CUDA the peak is ``torch.cuda.max_memory_allocated()``, whose statistics are reset
-    before the step. On the CPU it is found
-    from the allocator's own events during the step, plus what is resident before it:
-    the tensors of ``model`` and every tensor that ``step`` can reach through the names
-    it uses (closures, globals, defaults, optimizers among them).
+    On CUDA the peak is ``torch.cuda.max_memory_allocated()``, whose statistics are reset before the
+    step. On the CPU it is derived from the events of the allocator during the step, and what is
+    resident before it: the tensors of ``model``, and every tensor that ``step`` can reach through
+    the names it uses (closures, globals, defaults, optimizers among them).
 
     Args:
-        model: tells the device; its parameters, buffers and gradients are resident.
-        step: one training step; it is called ``repeat + 1`` times, of which the first
-            finds the peak and the others the time.
-        repeat: how many runs are timed.
+        model: the model, whose device is measured. Its parameters, buffers and gradients are
+            resident.
+        step: one training step. It is called ``repeat + 1`` times: the first call measures the
+            peak, the others the time.
+        repeat: number of timed runs.
 
     Raises:
         ValueError: ``repeat`` is less than 1.
@@ -65,30 +64,30 @@ def measure_step(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter or buffer; the CPU if it has none."""
+    """Return the device of the model's first parameter or buffer; the CPU if it has none."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return torch.device("cpu")
 
 
 def peak_of(step: Callable[[], object], *, device: torch.device, resident_bytes: int = 0) -> int:
-    """Most bytes allocated while ``step`` runs; ``resident_bytes`` is added on the CPU."""
+    """Return the most bytes allocated while ``step`` runs; on a CPU plus ``resident_bytes``."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
-    with _garbage_left_alone(), torch_compat.AllocationLog() as log:
+    with _existing_garbage_kept(), torch_compat.AllocationLog() as log:
         step()
     return resident_bytes + log.peak_bytes
 
 
 @contextlib.contextmanager
-def _garbage_left_alone() -> Iterator[None]:
-    """Cycles that are there stay: given back amid a step, they would hide what it takes.
+def _existing_garbage_kept() -> Iterator[None]:
+    """Keep existing reference cycles alive: freed during the step, they would reduce its peak.
 
-    Those that the step makes are collected as ever. If the process has frozen objects already,
+    Cycles that the step makes are collected as usual. If the process has frozen objects already,
     unfreezing would undo that, so garbage is collected before the step instead.
     """
     if gc.get_freeze_count():
@@ -103,7 +102,7 @@ def _garbage_left_alone() -> Iterator[None]:
 
 
 def seconds_of(step: Callable[[], object], *, device: torch.device) -> float:
-    """Seconds of one run of ``step``, by CUDA events on a GPU."""
+    """Return the seconds of one run of ``step``, measured with CUDA events on a GPU."""
     if device.type == "cuda":
         return _on_cuda_s(step, device)[0]
     begin = time.perf_counter()
@@ -114,7 +113,7 @@ def seconds_of(step: Callable[[], object], *, device: torch.device) -> float:
 def _on_cuda_s(
     run: Callable[[], object], device: torch.device, *, held_s: float = 0.0
 ) -> tuple[float, float]:
-    """Seconds that a device takes, held up for ``held_s`` before, and the host for launches."""
+    """Return the seconds of a device, delayed by ``held_s`` first, and of the host for launches."""
     with torch.cuda.device(device):  # events are recorded on its current stream
         start, end = (timed_event() for _ in range(2))
         if held_s:
@@ -129,9 +128,7 @@ def _on_cuda_s(
 
 
 def on_cpu_s(run: Callable[[], object]) -> float:
-    """Seconds of one run on a CPU: of one thread those that it computes, whatever else the machine
-    does meanwhile.
-    """
+    """Return the seconds of one run on a CPU, by :func:`cpu_clock`."""
     clock = cpu_clock()
     begin = clock()
     run()
@@ -139,57 +136,60 @@ def on_cpu_s(run: Callable[[], object]) -> float:
 
 
 def cpu_clock() -> Callable[[], float]:
-    """By which a CPU is timed: of one thread what it computes, of several the time that goes by."""
+    """Return the clock for a CPU: CPU time of a single thread, wall time of several threads.
+
+    CPU time of a thread does not depend on other load on the machine.
+    """
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def fastest_s(run: Callable[[], object], *, device: torch.device, runs: int) -> float:
-    """Seconds of the fastest of some runs."""
+    """Return the seconds of the fastest of ``runs`` runs."""
     return min(seconds_of(run, device=device) for _ in range(runs))
 
 
 @dataclass(slots=True)
 class KernelClock:
-    """Times a few operations as part of a step that has more to do.
+    """Times a few operations as they run within a step that has more to do.
 
-    On a GPU the host runs ahead, so a kernel does not take longer for being launched: the
-    device is held up until all are launched. They take at least the time of the launches,
-    which the host cannot be spared.
+    Within a step the host runs ahead of a GPU, so a kernel does not take longer because it has to
+    be launched. For that, the device is delayed until all kernels are launched. The time measured
+    is at least that of the launches, which the host needs in any case.
 
     Attributes:
-        device: where they run.
-        launched_s: what launching took the last time.
+        device: the device.
+        launched_s: seconds that launching took the last time.
     """
 
     device: torch.device
     launched_s: float = 1e-3
 
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """Seconds of one run, or of a second where the first was held up itself."""
+        """Return the seconds of one run, or of a second one if the first waited for the delay."""
         if self.device.type != "cuda":
             return on_cpu_s(run)
         held_s = min(LAUNCH_FACTOR * self.launched_s, MOST_HELD_S)
-        taken_s = self._behind(held_s, run)
+        seconds = self._seconds_after(held_s, run)
         if self.launched_s < held_s:
-            return taken_s
-        # Launched too slowly, or it waits for the device: then it waited for the delay as well.
-        return self._behind(0.0, run)
+            return seconds
+        # Launching took longer than the delay, or waited for the device and thus for the delay.
+        return self._seconds_after(0.0, run)
 
-    def _behind(self, held_s: float, run: Callable[[], object]) -> float:
-        """Seconds of a run, of the device or of the launches, on a device held up before."""
+    def _seconds_after(self, held_s: float, run: Callable[[], object]) -> float:
+        """Return the seconds of a run after a delay: the device's, or the launches' if more."""
         device_s, self.launched_s = _on_cuda_s(run, self.device, held_s=held_s)
         return max(device_s, self.launched_s)
 
 
 LAUNCH_FACTOR = 3
-"""For how long a device is held up, in multiples of what the launches took before."""
+"""How long the device is delayed, in multiples of the previous launch time."""
 
 MOST_HELD_S = 0.02
-"""At most that long: an operation that waits for the device would ask for ever more."""
+"""Longest delay in seconds. An operation that waits for the device would increase it forever."""
 
 
 def resident_bytes(model: nn.Module, step: Callable[[], object]) -> int:
-    """Bytes of the distinct storages that exist before ``step`` on the model's device."""
+    """Return the bytes of the distinct storages on the model's device before ``step``."""
     device = device_of(model)
     sizes = {
         torch_compat.storage_key(tensor): tensor.untyped_storage().nbytes()
@@ -199,21 +199,22 @@ def resident_bytes(model: nn.Module, step: Callable[[], object]) -> int:
     return sum(sizes.values())
 
 
-def _tensors(item: object, seen: dict[int, object]) -> Iterator[torch.Tensor]:
-    """Every tensor reachable from ``item``; ``seen``, by id, keeps alive what was visited."""
-    if id(item) in seen:
+def _tensors(item: object, visited: dict[int, object]) -> Iterator[torch.Tensor]:
+    """Yield every tensor reachable from ``item``; ``visited`` keeps alive what has an id in it."""
+    if id(item) in visited:
         return
-    seen[id(item)] = item
+    visited[id(item)] = item
     if isinstance(item, torch.Tensor):
         yield item
         if item.is_leaf and item.grad is not None:
             yield item.grad
         return
-    for part in _parts(item):
-        yield from _tensors(part, seen)
+    for part in _references(item):
+        yield from _tensors(part, visited)
 
 
-def _parts(item: object) -> Iterable[object]:
+def _references(item: object) -> Iterable[object]:
+    """Return the objects that ``item`` refers to and that may contain tensors."""
     if isinstance(item, nn.Module):
         return (*item.parameters(), *item.buffers())
     if isinstance(item, torch.optim.Optimizer):

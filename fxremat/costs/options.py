@@ -1,9 +1,9 @@
-"""What a stage may keep of its saved set, and what rebuilding the rest takes.
+"""What a stage may keep of its saved set, and the time to rebuild the rest.
 
-A backward can rebuild a cheap tensor (a GELU, a norm) from a dear one that was kept. For
-each stage the choices worth having are the Pareto set over bytes kept and seconds to
-rebuild: exhaustive for few storages, else by CP-SAT within a time limit, or greedily where
-ortools is not installed.
+A backward can rebuild a cheap tensor (a GELU, a norm) from an expensive one that was kept. The
+useful choices of a stage are the Pareto set over bytes kept and seconds to rebuild. It is computed
+exhaustively for few storages, else by CP-SAT within a limit of work, or greedily where ortools is
+not installed.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from fxremat.passes.joint.graph import is_getitem, is_tensor
 from fxremat.passes.stages.block import BlockCache, Mode, dependencies
 
 MOST_OPTIONS = 8
-"""Choices of a stage beside that of keeping everything."""
+"""Maximum number of choices of a stage, in addition to keeping everything."""
 
 MOST_EXHAUSTIVE = 12
-"""Storages of which all subsets are tried."""
+"""Maximum number of storages of which all subsets are tried."""
 
 SOLVE_WORK = 0.3
-"""Limit of one search by CP-SAT, by its own measure of work, which no clock changes: about as
-many seconds. The same numbers give the same choices on a busy machine, too."""
+"""Limit of one search by CP-SAT in its deterministic unit of work, about a second each. The same
+numbers give the same choices on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of a stage's recomputation, storages as bit masks.
+    """One operation of a stage's recomputation, with storages as bit masks.
 
     Attributes:
-        makes, reads: storages; those that are there in any case are left out.
-        seconds: it takes.
+        makes, reads: masks of storages. Storages that exist in any case are left out.
+        seconds: time that it takes.
     """
 
     makes: int
@@ -54,8 +54,8 @@ class Numbers:
 
     Attributes:
         nbytes: size of each storage.
-        operations: in order.
-        required: storages that the backward reads.
+        operations: operations in order.
+        required: mask of the storages that the backward reads.
     """
 
     nbytes: tuple[int, ...]
@@ -63,7 +63,7 @@ class Numbers:
     required: int
 
     def seconds(self, kept: int) -> float:
-        """Seconds of rebuilding all that the backward reads from what is ``kept``."""
+        """Return the seconds to rebuild all that the backward reads if ``kept`` is kept."""
         needed = self.required & ~kept
         total = 0.0
         for operation in reversed(self.operations):
@@ -73,19 +73,19 @@ class Numbers:
         return total
 
     def kept_bytes(self, kept: int) -> int:
-        """Size of a mask."""
+        """Return the total size of a mask in bytes."""
         return sum(n for i, n in enumerate(self.nbytes) if kept >> i & 1)
 
 
 @dataclass(frozen=True)
 class StageParts:
-    """What a stage's backward needs of its forward, and how to get it again.
+    """What a stage's backward needs of its forward, and how to compute it again.
 
     Attributes:
-        numbers: for the search.
+        numbers: numbers that the search works on.
         storages: id of each storage in the joint graph's table.
-        nodes: the tensors in each storage.
-        charges: what plans charge for recomputing.
+        nodes: tensors in each storage.
+        charges: charges for recomputing.
     """
 
     numbers: Numbers
@@ -94,22 +94,23 @@ class StageParts:
     charges: Charges
 
     def recompute_s(self, kept: int) -> float:
-        """Seconds of rebuilding what is not ``kept``."""
+        """Return the seconds to rebuild what is not in the mask ``kept``."""
         return self.charges.of_rebuild * self.numbers.seconds(kept)
 
     def missing(self, kept: int) -> frozenset[fx.Node]:
-        """Tensors that lie in storages that are not ``kept``."""
+        """Return the tensors in storages that are not in the mask ``kept``."""
         return frozenset(
             n for i, nodes in enumerate(self.nodes) if not kept >> i & 1 for n in nodes
         )
 
     def kept_storages(self, kept: int) -> tuple[int, ...]:
-        """Ids of a mask."""
+        """Return the ids of the storages in the mask ``kept``."""
         return tuple(s for i, s in enumerate(self.storages) if kept >> i & 1)
 
 
 Kept = Mapping[int, int]
-"""For each stage of which not all is kept: the mask of what is, see :class:`StageParts`."""
+"""For each stage that does not keep everything, the mask of what it keeps; see
+:class:`StageParts`."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Options:
     """Save options of all stages.
 
     Attributes:
-        parts: of each stage.
+        parts: parts of each stage.
         masks: for each stage what its options keep, most bytes first.
     """
 
@@ -125,12 +126,12 @@ class Options:
     masks: tuple[tuple[int, ...], ...]
 
     def at(self, measured: Measured) -> Options:
-        """These choices where operations take other times; they are not searched for again."""
+        """Return the same choices for other times of operations, without a new search."""
         parts = (replace(p, charges=p.charges.at(measured, i)) for i, p in enumerate(self.parts))
         return replace(self, parts=tuple(parts))
 
     def kept_by(self, schedule: Schedule) -> Kept:
-        """What ``schedule`` keeps of each stage, by the option of the stage's last ``F_all``."""
+        """Return what ``schedule`` keeps of each stage, according to the stage's last ``F_all``."""
         kept: dict[int, int] = {}
         for op in schedule.computations:
             if isinstance(op, Forward) and op.keep is Keep.ALL:
@@ -140,42 +141,46 @@ class Options:
         return kept
 
     def missing(self, kept: Kept) -> dict[int, frozenset[fx.Node]]:
-        """For each stage in ``kept`` the tensors that its backward has to rebuild."""
+        """Return, for each stage in ``kept``, the tensors that its backward has to rebuild."""
         return {stage: self.parts[stage].missing(mask) for stage, mask in kept.items()}
 
 
 def find_options(
     measured: Measured, blocks: BlockCache, *, masks: tuple[tuple[int, ...], ...] | None = None
 ) -> Options:
-    """The save options of every stage; stages with equal numbers are searched once.
+    """Find the save options of every stage. Stages with equal numbers are searched once.
 
-    With ``masks``, which were found at another size, these are taken: schedules tell options by
-    their number.
+    Args:
+        measured: the stages and their costs.
+        blocks: blocks of the stages.
+        masks: options that were masks_of at another size, to use instead of a search. Schedules
+            identify options by their number.
 
-    Ensures: each stage has at most ``MOST_OPTIONS``, none better than another in both
-        bytes and seconds, and none keeps everything.
+    Returns:
+        At most ``MOST_OPTIONS`` options for each stage. None is better than another in both bytes
+        and seconds, and none keeps everything.
     """
     count = len(measured.line.stages)
     parts = tuple(parts_of(measured, blocks, index) for index in range(count))
     if masks is not None:
         return Options(parts, masks)
-    found: dict[Numbers, tuple[int, ...]] = {}
+    masks_of: dict[Numbers, tuple[int, ...]] = {}
     for part in parts:
-        if part.numbers not in found:
-            found[part.numbers] = _prune(part.numbers, search(part.numbers))
-    return Options(parts, tuple(found[part.numbers] for part in parts))
+        if part.numbers not in masks_of:
+            masks_of[part.numbers] = _prune(part.numbers, search(part.numbers))
+    return Options(parts, tuple(masks_of[part.numbers] for part in parts))
 
 
 def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
-    """Operations and storages of one stage's recomputation."""
+    """Return operations and storages of one stage's recomputation."""
     line = measured.line
     table = line.joint.storages
     _, again, _ = stage_blocks(line, blocks, index)
     before, after = line.stages[index].boundary, boundary_after(line, index)
     anyway = table.of((*line.joint.given, *line.pinned, *before, *after))
     bits: dict[int, int] = {}
-    own = [n for n in again.nodes if n not in line.views]
-    for node in own:
+    operations_of_stage = [n for n in again.nodes if n not in line.views]
+    for node in operations_of_stage:
         for storage in table.of_node[node]:
             if storage not in anyway:
                 bits.setdefault(storage, len(bits))
@@ -185,7 +190,7 @@ def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
 
     operations = []
     made = 0
-    for node in own:
+    for node in operations_of_stage:
         reads = mask(dependencies(node, Mode.AGAIN))
         makes = mask((node,)) & ~made & ~reads
         made |= makes
@@ -207,7 +212,7 @@ def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
 
 
 def search(numbers: Numbers) -> list[int]:
-    """Masks of the Pareto set over bytes kept and seconds, most bytes first."""
+    """Find masks of the Pareto set over bytes kept and seconds, most bytes first."""
     count = len(numbers.nbytes)
     if count <= MOST_EXHAUSTIVE:
         return _pareto(numbers, range(1 << count))
@@ -218,28 +223,28 @@ def search(numbers: Numbers) -> list[int]:
 
 
 def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
-    """Masks that none other beats and that keep less than everything, most bytes first."""
+    """Return the masks that no other beats and that keep less than everything, most bytes first."""
     scored = sorted((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks)
-    best, found = float("inf"), []
+    best_s, front = float("inf"), []
     for _, seconds, mask in scored:
-        if seconds < best:
-            best = seconds
-            found.append(mask)
-    found.reverse()
+        if seconds < best_s:
+            best_s = seconds
+            front.append(mask)
+    front.reverse()
     whole = numbers.kept_bytes(numbers.required)
-    return [mask for mask in found if numbers.kept_bytes(mask) < whole]
+    return [mask for mask in front if numbers.kept_bytes(mask) < whole]
 
 
 def greedy_masks(numbers: Numbers) -> list[int]:
-    """Good masks within each of a few shares of all the bytes, for want of the best.
+    """Choose good masks for several limits, each a share of all bytes, without ortools.
 
-    Where a share is given, either everything that is required is kept and what takes least
-    time to rebuild for its bytes goes first, until the rest fits, or nothing is kept. Then
-    comes what spares most time for its bytes, for as long as it fits. Losses and gains are
-    looked at again only where they come first, which changes nothing where the loss of a
-    storage never shrinks as more goes, and its gain never grows as more comes.
+    For each limit there are two starts. One keeps everything required, and removes storages by
+    least time to rebuild per byte until the rest fits. The other keeps nothing. Both then add
+    storages by most time saved per byte while these fit. Losses and gains are only updated when
+    they come first. That changes nothing where the loss of a storage never decreases as more is
+    removed, and its gain never increases as more is added.
     """
-    whole, free = numbers.kept_bytes(numbers.required), _free(numbers)
+    whole, free = numbers.kept_bytes(numbers.required), _without_bytes(numbers)
     thinned = _thinned(numbers, numbers.required | free)
     masks = [free, *thinned]
     for share in range(1, MOST_OPTIONS + 1):
@@ -248,15 +253,15 @@ def greedy_masks(numbers: Numbers) -> list[int]:
 
 
 def _greedy_within(numbers: Numbers, limit_bytes: int, thinned: Sequence[int]) -> list[int]:
-    """Nothing, and the first of ``thinned`` that fits, each with all that comes and fits."""
+    """Fill up two masks to a limit: nothing, and the first of ``thinned`` that fits."""
     fitting = next(m for m in thinned if numbers.kept_bytes(m) <= limit_bytes)
-    return [_filled(numbers, mask, limit_bytes) for mask in (_free(numbers), fitting)]
+    return [_filled(numbers, mask, limit_bytes) for mask in (_without_bytes(numbers), fitting)]
 
 
 def _thinned(numbers: Numbers, mask: int) -> list[int]:
-    """``mask``, and what is left of it after each storage that goes."""
+    """Remove storages one by one, those of least loss per byte first, and return every mask."""
     masks = [mask]
-    heap = [(0.0, i) for i in _bits(mask) if numbers.nbytes[i]]
+    heap = [(0.0, i) for i in _set_bits(mask) if numbers.nbytes[i]]
     while heap:
         now_s = numbers.seconds(mask)
         _, i = heapq.heappop(heap)
@@ -270,7 +275,7 @@ def _thinned(numbers: Numbers, mask: int) -> list[int]:
 
 
 def _filled(numbers: Numbers, mask: int, limit_bytes: int) -> int:
-    """``mask`` with all that comes and fits."""
+    """Add storages to ``mask`` by most gain of time per byte while they fit."""
     room_bytes = limit_bytes - numbers.kept_bytes(mask)
     heap = [(-math.inf, i) for i in range(len(numbers.nbytes)) if not mask >> i & 1]
     while heap:
@@ -288,12 +293,12 @@ def _filled(numbers: Numbers, mask: int, limit_bytes: int) -> int:
 
 
 def fastest_within(numbers: Numbers, limit_bytes: int) -> int:
-    """The mask of least seconds, among those found, that keeps at most ``limit_bytes``.
+    """Return the fastest mask that keeps at most ``limit_bytes``.
 
-    The least of all where CP-SAT proves it within its limit of work; found greedily where ortools
-    is not installed.
+    It is optimal where CP-SAT proves that within its limit of work. Without ortools it is chosen
+    greedily.
     """
-    thinned = _thinned(numbers, numbers.required | _free(numbers))
+    thinned = _thinned(numbers, numbers.required | _without_bytes(numbers))
     masks = _greedy_within(numbers, limit_bytes, thinned)
     cp_model = optional.find("ortools.sat.python.cp_model")
     if cp_model is not None:
@@ -302,19 +307,19 @@ def fastest_within(numbers: Numbers, limit_bytes: int) -> int:
 
 
 def _by_cpsat(numbers: Numbers, cp_model: ModuleType) -> list[int]:
-    """The fastest masks within each of a few shares of all the bytes."""
+    """Return the fastest mask within each of several limits, each a share of all bytes."""
     whole = numbers.kept_bytes(numbers.required)
-    masks = [_free(numbers)]
+    masks = [_without_bytes(numbers)]
     for share in range(1, MOST_OPTIONS + 1):
         masks += _exact_within(numbers, whole * share // (MOST_OPTIONS + 1), cp_model)
     return masks
 
 
 def _exact_within(numbers: Numbers, limit_bytes: int, cp_model: ModuleType) -> list[int]:
-    """The fastest mask within a limit, or none where CP-SAT's limit of work was too short.
+    """Return the fastest mask within a limit; none where CP-SAT's limit of work was too low.
 
-    A storage is there in the backward if it is kept or made again; an operation that
-    runs again needs all that it reads.
+    A storage exists in the backward if it is kept or computed again. An operation that runs again
+    needs all that it reads.
     """
     unit_s = max(numbers.seconds(0) / 1e6, 1e-12)
     model = cp_model.CpModel()
@@ -323,12 +328,12 @@ def _exact_within(numbers: Numbers, limit_bytes: int, cp_model: ModuleType) -> l
     maker = {
         i: run
         for operation, run in zip(numbers.operations, runs, strict=True)
-        for i in _bits(operation.makes)
+        for i in _set_bits(operation.makes)
     }
-    for i in _bits(numbers.required):
+    for i in _set_bits(numbers.required):
         model.add_bool_or(kept[i], maker[i])
     for operation, run in zip(numbers.operations, runs, strict=True):
-        for i in _bits(operation.reads):
+        for i in _set_bits(operation.reads):
             model.add_bool_or(kept[i], maker[i], run.Not())
     model.add(sum(n * k for n, k in zip(numbers.nbytes, kept, strict=True)) <= limit_bytes)
     weights = [round(operation.seconds / unit_s) for operation in numbers.operations]
@@ -342,17 +347,17 @@ def _exact_within(numbers: Numbers, limit_bytes: int, cp_model: ModuleType) -> l
     return [sum(1 << i for i, k in enumerate(kept) if solver.value(k))]
 
 
-def _free(numbers: Numbers) -> int:
-    """The mask of storages without bytes."""
+def _without_bytes(numbers: Numbers) -> int:
+    """Return the mask of storages without bytes."""
     return sum(1 << i for i, nbytes in enumerate(numbers.nbytes) if not nbytes)
 
 
-def _bits(mask: int) -> list[int]:
+def _set_bits(mask: int) -> list[int]:
     return [i for i in range(mask.bit_length()) if mask >> i & 1]
 
 
 def _prune(numbers: Numbers, masks: Sequence[int]) -> tuple[int, ...]:
-    """At most ``MOST_OPTIONS``: those go first that add least area to the curve."""
+    """Keep at most ``MOST_OPTIONS`` masks, removing those that add least area to the curve."""
     points = [
         (numbers.kept_bytes(numbers.required), 0.0, -1),
         *((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks),

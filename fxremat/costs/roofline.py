@@ -1,14 +1,14 @@
-"""Costs of a step that is run nowhere: from the shapes of its operations and a device's figures.
+"""Costs of a step that is not run, from the shapes of its operations and a device's figures.
 
-An operation takes the longest of what its bytes take of the device's memory and what its products
-take of its arithmetic, and a launch beside (Williams, Waterman, Patterson: Roofline, 2009). That is
-the least it could take: real ones take more, and all of them about equally more, so that plans
-compare well and seconds are too few.
+An operation takes a launch, plus the longer of the time that the device's memory needs for its
+bytes and the time that the arithmetic needs for its products (Williams, Waterman, Patterson:
+Roofline, 2009). That is a lower bound. Real operations exceed it by similar factors, so plans can
+be compared although their seconds are too low.
 
-Storages are as large as traced, but where kernels are known to return more. A run that is computed
-in parts takes what a part holds.
-Other workspaces are not in any trace. None is counted at its operation; :func:`aside_bytes` says
-what to set aside for them throughout.
+Storages have their traced sizes, except where kernels are known to allocate more. A run that is
+computed in parts needs the memory of a part. Other workspaces are not part of a trace. They are not
+counted at their operations; :func:`aside_bytes` returns how much to set aside for them throughout
+the step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
-    """Costs of ``line`` on ``device``, estimated: nothing is run."""
+    """Estimate the costs of ``line`` on ``device`` without running anything."""
     seconds = operation_seconds(line.joint, device)
     order = line.order
 
@@ -61,64 +61,64 @@ def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
 
 
 def operation_seconds(joint: JointGraph, device: Device) -> Floats:
-    """Seconds of each node, by index; 0 for one that computes nothing."""
+    """Return the seconds of each node, by index; 0 for a node that computes nothing."""
     works = Works(joint)
     work = works.at(joint.sizes.hints)
     flop_s = np.array([device.flop_s(_dtype_of(node)) for node in joint.module.graph.nodes])
     busy_s = np.maximum(work.nbytes / device.bytes_per_s, work.flops * flop_s)
     sizes = joint.sizes.named(joint.sizes.hints)
     calls = [_calls(node, sizes) for node in joint.module.graph.nodes]
-    found: Floats = np.where(works.kind > 0, device.launch_s * np.array(calls) + busy_s, 0.0)
-    return found
+    seconds: Floats = np.where(works.kind > 0, device.launch_s * np.array(calls) + busy_s, 0.0)
+    return seconds
 
 
 def _calls(node: fx.Node, sizes: Mapping[str, int]) -> int:
-    """How many operations a node calls."""
+    """Return the number of operations that a node runs."""
     run = node.target
     return run.count(sizes) * len(run.whole) if isinstance(run, Parts) else 1
 
 
 def _working_bytes(node: fx.Node) -> int:
-    """Bytes that are known beside what an operation reads and makes."""
+    """Return the known bytes of a node's workspace."""
     return node.target.part_bytes if isinstance(node.target, Parts) else 0
 
 
 def _dtype_of(node: fx.Node) -> str:
-    """The dtype that a product computes with: that of the first tensor it reads."""
+    """Return the dtype that a product computes with: that of the first tensor it reads."""
     sources = (t.dtype for n in node.all_input_nodes for t in tensors_of(n))
     dtype = next((dtype for dtype in sources if dtype.is_floating_point), torch.float32)
-    if dtype is torch.float32 and _lowered(node):
+    if dtype is torch.float32 and _uses_tf32(node):
         return TF32
     return str(dtype).removeprefix("torch.")
 
 
-def _lowered(node: fx.Node) -> bool:
-    """Whether torch lets a GPU compute products of float32 in TF32."""
+def _uses_tf32(node: fx.Node) -> bool:
+    """Return whether torch allows a GPU to compute float32 products in TF32."""
     if node.target in CONVOLUTIONS:
         return torch.backends.cudnn.allow_tf32
     return torch.get_float32_matmul_precision() != "highest"
 
 
 def _result_bytes(joint: JointGraph) -> tuple[int, ...]:
-    """Bytes of each storage, as large as kernels make it."""
+    """Return the bytes of each storage, as allocated by kernels."""
     table = joint.storages
-    found = list(table.nbytes)
+    sizes = list(table.nbytes)
     for node in joint.module.graph.nodes:
         made = _made_bytes(node, table)
         for storage in table.of_node.get(node, ()) if made else ():
             granule = table.granule_bytes[storage]
-            found[storage] = max(found[storage], -(-made // granule) * granule)
-    return tuple(found)
+            sizes[storage] = max(sizes[storage], -(-made // granule) * granule)
+    return tuple(sizes)
 
 
 def _made_bytes(node: fx.Node, table: StorageTable) -> int:
-    """Bytes that a kernel is known to allocate beyond its trace's; 0 for any other."""
-    if node.target in REDUCED:  # the mean lies where the terms were
+    """Return the bytes that a kernel is known to allocate for its result; 0 if as traced."""
+    if node.target in REDUCED:  # the mean is in the storage of the terms
         shapes = [t.shape for n in node.all_input_nodes[:2] for t in tensors_of(n)]
         (result,) = tensors_of(node)
         terms: Sequence[int] = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
         return math.prod(terms) * result.element_size()
-    if node.target is aten.copy.default:  # in a clone of all that its first argument lies in
+    if node.target is aten.copy.default:  # the result is a clone of its first argument's storage
         return max(table.asked_bytes[i] for i in table.of_node[node.all_input_nodes[0]])
     return 0
 
@@ -145,16 +145,17 @@ WORKING: frozenset[object] = CONVOLUTIONS | {
     aten.cumsum.default,
     aten.sort.stable,
 }
-"""Operations that were seen to take workspaces that grow with what they compute."""
+"""Operations whose workspaces were observed to grow with their sizes."""
 
 PRODUCTS: frozenset[object] = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default))
-"""They take workspaces on a CPU where numbers have 16 bits: matrices are packed anew."""
+"""Operations that use workspaces on a CPU for 16-bit numbers, since they repack matrices."""
 
 
 def aside_bytes(joint: JointGraph) -> int:
-    """Bytes to set aside for workspaces: all that the largest operation that takes some handles.
+    """Return the bytes to set aside for workspaces.
 
-    Of the tests' zoo on a CPU all but convolutions of a few kilobytes take less.
+    These are the bytes that the largest operation with a workspace reads and makes. In the tests'
+    zoo on a CPU all operations need less, except for convolutions of a few kilobytes.
     """
     table, cpu = joint.storages, joint.device.type == "cpu"
     most = 0

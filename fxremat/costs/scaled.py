@@ -1,28 +1,30 @@
 """Costs of a step at sizes at which it was not measured.
 
-A step is measured at the size of its capture. What the same line costs at another size follows
-from that and from the work of its operations (``costs.work``).
+A step is measured at the size of its capture. Costs of the same line at another size follow from
+these and from the work of its operations (``costs.work``).
 
-**Seconds** are a guess, and only ever choose between plans. Those of an operation that may be run
-again are in proportion to its work, those of a stage to the sum over its operations.
+**Seconds** are an estimate, and are only used to choose between plans. Those of an operation that
+may run again are proportional to its work, those of a stage to the sum over its operations.
 
-**Bytes of storages** are exact: expressions of the trace. A kernel that returns more than its
-trace says is taken to go by what it reads and makes, of which that counts which has grown most,
-or all together where none has grown: the number that ``mse_loss`` returns lies in a storage as
-large as what it was computed from.
+**Bytes of storages** are exact: expressions of the trace. A kernel that returns more than its trace
+says is assumed to scale with the tensor that has grown most of those it reads and makes, or with
+all of them together if none has grown: the number that ``mse_loss`` returns is in a storage of the
+size of its input.
 
-**Workspaces** are part of the peak. An operation that took none is taken to take none. For others
-a bound is used that is never too small where a workspace neither shrinks as the operation's work
-grows nor grows faster than it: less work than was measured takes at most what it took there, more
-work at most as many times more as the tensor that has grown most of those it reads and makes, or
-what it multiplies, if that has grown more. What is computed in parts takes what one of them takes,
-and the results that nobody asked for: more work is more parts. That holds where parts are alike at
-all sizes, and two of full size were measured.
+**Workspaces** are part of the peak. An operation without a workspace is assumed to have none at
+other sizes. For others there is an upper bound, which holds where a workspace neither shrinks as
+the operation's work grows nor grows faster than its work: for less work than measured, the measured
+workspace; for more work, the measured workspace times the growth of the tensor that has grown most
+of those that the operation reads and makes, or the growth of its products, if that is more. An
+operation computed in parts has the workspace of one part, and the results that nothing reads; more
+work is more parts. That holds where parts are alike at all sizes, and two of full size were
+measured.
 
-Convolutions, units and other parts do not keep to that. A library chooses a convolution's algorithm
-by its sizes, and one that takes no workspace for a batch of 8 may take one for 16 (oneDNN does,
-cuDNN does). Kernels that a compiler makes for all sizes hold other buffers than those that it made
-for one. :func:`with_workspaces` runs each distinct one of these at the size itself, alone.
+Convolutions, units and other parts do not follow that rule. A library chooses a convolution's
+algorithm by its sizes, and one that needs no workspace for a batch of 8 may need one for 16 (as in
+oneDNN and cuDNN). Kernels that a compiler generates for all sizes have other buffers than those
+generated for one. :func:`with_workspaces` runs each distinct one of these by itself at the
+requested size.
 """
 
 from __future__ import annotations
@@ -62,16 +64,16 @@ Indices = NDArray[np.int64]
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
 CALL_S = 1e-6
-"""What an operation takes at least, where no measured one does nothing else."""
+"""Least seconds of an operation, where none was measured that does nothing else."""
 
 
 class ScaledCosts:
     """Costs of a line at any size.
 
     Args:
-        line: at the size of the capture.
-        blocks: of ``line``.
-        costs: as they were measured there.
+        line: the stages at the size of the capture.
+        blocks: blocks of ``line``.
+        costs: costs that were measured at the size of the capture.
     """
 
     def __init__(self, line: Line, blocks: BlockCache, costs: RecordedCosts) -> None:
@@ -103,7 +105,7 @@ class ScaledCosts:
         self._larger_bytes = np.where(measured > traced, measured, 0).astype(float)
 
     def at(self, values: Values) -> RecordedCosts:
-        """Costs where the symbols are ``values``; as measured at the size of the capture."""
+        """Return the costs for the symbols' ``values``, as measured if these are the capture's."""
         costs = self._costs
         if values == self._hints:
             return costs
@@ -130,18 +132,21 @@ class ScaledCosts:
         )
 
     def _storage_bytes(self, values: Values, work: Work, growth: Floats) -> tuple[int, ...]:
-        """Bytes of each storage; one that was measured larger than traced is larger here, too."""
+        """Return the bytes of each storage.
+
+        A storage that was measured larger than its trace is larger at this size too.
+        """
         shrunk = np.minimum(ratio(work.nbytes, self._work.nbytes), 1)
         factor = np.where(growth > 1, growth, shrunk)[self._makers]
-        found = np.maximum(self._traced_bytes(values), self._larger_bytes * factor)
-        return tuple(np.ceil(found).astype(np.int64).tolist())
+        sizes = np.maximum(self._traced_bytes(values), self._larger_bytes * factor)
+        return tuple(np.ceil(sizes).astype(np.int64).tolist())
 
     def _dropped_at(self, values: Values) -> Indices:
-        """Bytes that each node computes beside its results, and a part of it does not."""
+        """Return the bytes that each node computes and drops, but its parts do not compute."""
         nbytes = self._dropped(values)
-        found = np.zeros_like(self._steady, dtype=np.int64)
-        np.add.at(found, self._droppers, -(-nbytes // self._granule) * self._granule)
-        return found
+        dropped = np.zeros_like(self._steady, dtype=np.int64)
+        np.add.at(dropped, self._droppers, -(-nbytes // self._granule) * self._granule)
+        return dropped
 
     def _traced_bytes(self, values: Values) -> Indices:
         asked = self._storages(values)
@@ -149,43 +154,52 @@ class ScaledCosts:
         return rounded
 
     def _modelled_s(self, work: Work) -> Floats:
-        """Seconds of each node by the rates alone."""
+        """Return the seconds of each node according to the fitted rates."""
         call_s, byte_s, flop_s = self._rates
         return call_s + byte_s * work.nbytes + flop_s * work.flops
 
     def _sums(self, model_s: Floats, again_s: Floats) -> Floats:
-        """Seconds of the operations of each stage's forward, rebuild and backward."""
+        """Return the seconds of the operations of each stage's forward, rebuild and backward."""
         each = model_s.copy()
         each[self._again] = again_s
-        found: Floats = np.zeros_like(self._stages_s)
-        np.add.at(found, self._blocks, each[self._operations])
-        return found
+        sums: Floats = np.zeros_like(self._stages_s)
+        np.add.at(sums, self._blocks, each[self._operations])
+        return sums
 
 
 def rates_of(nbytes: Floats, flops: Floats, seconds: Floats) -> tuple[float, float, float]:
-    """Seconds of a call, a byte and a multiply-add that fit measured operations best.
+    """Fit seconds per call, per byte and per multiply-add to measured operations.
 
-    The error is relative to what each operation takes.
+    Args:
+        nbytes: bytes that each operation reads and makes.
+        flops: multiply-adds of each operation.
+        seconds: seconds of each operation. The fit minimizes errors relative to these.
+
+    Returns:
+        Seconds per call, per byte, and per multiply-add.
     """
     idle = seconds[(nbytes == 0) & (flops == 0)]
     call_s = float(np.median(idle)) if idle.size else CALL_S
     busy = (nbytes > 0) & (seconds > call_s)
     weight = 1 / np.maximum(seconds[busy], 1e-12)
     columns = np.stack([nbytes[busy], flops[busy]], axis=1) * weight[:, None]
-    wanted = (seconds[busy] - call_s) * weight
+    busy_s = (seconds[busy] - call_s) * weight
     best = (np.inf, 1e-10, 0.0)
     for used in ((0, 1), (0,), (1,)):
-        rates, *_ = np.linalg.lstsq(columns[:, used], wanted, rcond=None)
-        found = np.zeros(2)
-        found[list(used)] = rates
-        error = float(np.sum((columns @ found - wanted) ** 2))
-        if np.all(found >= 0) and error < best[0]:
-            best = (error, float(found[0]), float(found[1]))
+        rates, *_ = np.linalg.lstsq(columns[:, used], busy_s, rcond=None)
+        all_rates = np.zeros(2)
+        all_rates[list(used)] = rates
+        error = float(np.sum((columns @ all_rates - busy_s) ** 2))
+        if np.all(all_rates >= 0) and error < best[0]:
+            best = (error, float(all_rates[0]), float(all_rates[1]))
     return call_s, *best[1:]
 
 
 def _operations(line: Line, blocks: BlockCache) -> tuple[Indices, Indices]:
-    """Operations of each stage's forward, rebuild and backward: the block's number, the node's."""
+    """Return, for each operation of a stage's forward, rebuild or backward, its block and its node.
+
+    Blocks are numbered in order, three for each stage.
+    """
     three = (b for index in range(len(line.stages)) for b in stage_blocks(line, blocks, index))
     pairs = [(i, line.order[n]) for i, b in enumerate(three) for n in b.operations]
     block, node = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
@@ -200,17 +214,27 @@ def with_workspaces(
     *,
     note: Note = unnoted,
 ) -> RecordedCosts:
-    """``costs`` at sizes ``values``, with the workspaces that convolutions and units take there,
-    and runs whose parts are not those of the capture. ``note`` gets the bytes that this held.
+    """Measure the workspaces that cannot be scaled: of convolutions, units and some parts.
 
-    That takes about as long as all that are distinct together, and as making kernels for units at
-    their first other size; where ``line``, at the size of its capture, has none, it is ``costs``.
+    That takes as long as running each distinct one, and generating the kernels of units at their
+    first other size.
 
-    Ensures: the random generators are as before. Kernels of units are made, and kernels of users
-        tuned, whether or not what they take is in the cache.
+    Args:
+        costs: costs scaled to ``values``.
+        line: the stages at the size of the capture.
+        values: values of the symbols.
+        cache: measurements. New ones are added.
+        note: called with the most bytes that measuring held at once.
+
+    Returns:
+        ``costs`` with these workspaces; unchanged if ``line`` has none of them.
+
+    Ensures:
+        The random generators are as before. Kernels of units are generated, and kernels of users
+        tuned, even if their workspaces are in the cache.
 
     Raises:
-        CostError: one of them cannot be run.
+        CostError: an operation cannot be run.
     """
     lawless = [_is_lawless(node) for node in line.joint.module.graph.nodes]
     if not any(lawless) and not any(map(_is_measured, line.joint.module.graph.nodes)):
@@ -218,63 +242,72 @@ def with_workspaces(
     line = resize(line, values)
     nodes, device = tuple(line.joint.module.graph.nodes), line.joint.device
     keys: dict[tuple[int, str], tuple[Block, Key]] = {}
-    made_up, operations = Synthesizer(line.joint, {}), Operations(cache, device=device)
-    first = Operations(CostCache(), device=device)  # where kernels are made, that takes memory once
-
-    def alone(node: fx.Node, mode: Mode) -> tuple[Block, Key]:
-        """An operation as a block of its own, and its key."""
-        inputs = tuple(node.all_input_nodes)
-        reads = line.joint.storages.of(inputs)
-        block = Block(line.stage_of[node], mode, (node,), inputs, (), reads)
-        (key,) = operations.keys(block).values()
-        return block, key
-
-    def workspace_bytes(block: Block, key: Key) -> int:
-        if key not in cache.workspace_bytes:
-            real = made_up.of(block.inputs)
-            if _unit_of(block):
-                first.run(block, real)
-            operations.run(block, real)
-        return cache.workspace_bytes[key]
-
+    single = _SingleOperations(line, cache)
     for place, node in enumerate(nodes):
-        parts = parts_of(node)
-        if parts is not None and _is_measured(node):
-            count = len(parts.inputs)
-            args: Any = node.args
-            given = [n.meta["val"] for n in args[:count]]
-            own = tuple(map(int, args[count : count + len(parts.hints)]))
-            kept = not other_bits(parts, given, own, cache=cache, note=note)
-            parts.settle(own, keeps_bits=kept)
-            lawless[place] |= not kept  # it is one part then
+        if _is_measured(node):
+            lawless[place] |= not _keeps_bits(node, cache, note)  # if not, it has a single part
     with undisturbed(device):
         for i, mode, _ in costs.workspace_bytes:
             if lawless[i]:
-                keys[i, mode] = alone(nodes[i], Mode(mode))
+                keys[i, mode] = single.block(nodes[i], Mode(mode))
         units = (_unit_of(block) for block, _key in keys.values())
         compile_units([*dict.fromkeys(filter(None, units))], note=note)
         tune_kernels(line.joint, {}, note=note)
-        found = tuple(
-            (i, mode, workspace_bytes(*keys[i, mode]) if lawless[i] else nbytes)
+        workspaces = tuple(
+            (i, mode, single.workspace_bytes(*keys[i, mode]) if lawless[i] else nbytes)
             for i, mode, nbytes in costs.workspace_bytes
         )
     asked = dict(
-        zip(((i, mode) for i, mode, _ in costs.asked), _resized(costs, found), strict=True)
+        zip(((i, mode) for i, mode, _ in costs.asked), _resized(costs, workspaces), strict=True)
     )
-    for i, mode, _ in found:
+    for i, mode, _ in workspaces:
         _block, key = keys.get((i, mode), (None, None))
         if key is not None and cache.asked[key]:
             asked[i, mode] = i, mode, cache.asked[key]
-    note(max(first.peak_bytes, operations.peak_bytes))
-    return replace(costs, workspace_bytes=found, asked=tuple(asked.values()))
+    note(single.peak_bytes)
+    return replace(costs, workspace_bytes=workspaces, asked=tuple(asked.values()))
+
+
+class _SingleOperations:
+    """Runs operations of a line by themselves, with made-up values."""
+
+    def __init__(self, line: Line, cache: CostCache) -> None:
+        device = line.joint.device
+        self._line, self._cache = line, cache
+        self._values = Synthesizer(line.joint, {})
+        self._operations = Operations(cache, device=device)
+        self._first = Operations(CostCache(), device=device)  # runs that generate kernels
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most bytes that were held at once."""
+        return max(self._first.peak_bytes, self._operations.peak_bytes)
+
+    def block(self, node: fx.Node, mode: Mode) -> tuple[Block, Key]:
+        """Return a block of a single operation, and the operation's key."""
+        inputs = tuple(node.all_input_nodes)
+        reads = self._line.joint.storages.of(inputs)
+        block = Block(self._line.stage_of[node], mode, (node,), inputs, (), reads)
+        (key,) = self._operations.keys(block).values()
+        return block, key
+
+    def workspace_bytes(self, block: Block, key: Key) -> int:
+        """Return the workspace of a single operation, running it if it is not in the cache.
+
+        A unit runs twice: generating its kernels takes memory, but only at the first run.
+        """
+        if key not in self._cache.workspace_bytes:
+            values = self._values.of(block.inputs)
+            if _unit_of(block):
+                self._first.run(block, values)
+            self._operations.run(block, values)
+        return self._cache.workspace_bytes[key]
 
 
 def _resized(
     costs: RecordedCosts, workspaces: Sequence[tuple[int, str, int]]
 ) -> tuple[tuple[int, str, tuple[Request, ...]], ...]:
-    """What operations ask for, where all of their workspaces are as large as ``workspaces`` says:
-    each piece in proportion.
-    """
+    """Scale the pieces of requested workspaces in proportion to the sizes in ``workspaces``."""
     before = {(i, mode): nbytes for i, mode, nbytes in costs.workspace_bytes}
     now = {(i, mode): nbytes for i, mode, nbytes in workspaces}
 
@@ -289,14 +322,29 @@ def _resized(
 
 
 def _is_measured(node: fx.Node) -> bool:
-    """Whether only a comparison can show that an operation in parts keeps its bits."""
+    """Return whether only a comparison can show that an operation in parts keeps its bits."""
     parts = parts_of(node)
     return parts is not None and parts.exact and not parts.certain
 
 
+def _keeps_bits(node: fx.Node, cache: CostCache, note: Note) -> bool:
+    """Compare an operation in parts with the whole, and have it use parts only if bits are kept."""
+    parts = parts_of(node)
+    assert parts is not None
+    count = len(parts.inputs)
+    args: Any = node.args
+    sizes = tuple(map(int, args[count : count + len(parts.hints)]))
+    inputs = [n.meta["val"] for n in args[:count]]
+    keeps_bits = not other_bits(parts, inputs, sizes, cache=cache, note=note)
+    parts.settle(sizes, keeps_bits=keeps_bits)
+    return keeps_bits
+
+
 def _is_steady(node: fx.Node) -> bool:
-    """Whether its parts are alike at all sizes, and two of full size were measured: the first one
-    runs before there is memory for the results.
+    """Return whether the parts of a node are alike at all sizes, so that its workspace scales.
+
+    Two parts of full size must have been measured, since the first runs before the results are
+    allocated.
     """
     parts = parts_of(node)
     if parts is None or int(parts.rows) < 2 * parts.part_rows:
@@ -306,21 +354,22 @@ def _is_steady(node: fx.Node) -> bool:
 
 
 def _dropped_bytes(node: fx.Node) -> list[int]:
-    """Bytes of each result with rows that a run gives and ``node``, which computes it anew, drops;
-    they may follow the sizes.
+    """Return the bytes of each result with rows that ``node`` computes again and drops.
+
+    They may be symbolic.
     """
     if not isinstance(node.target, Beside):
         return []
     outputs = enumerate(node.target.parts.outputs)
     return [
-        own.layout.storage_bytes
-        for i, own in outputs
-        if i not in node.target.results and isinstance(own.way, Rows)
+        output.layout.storage_bytes
+        for i, output in outputs
+        if i not in node.target.results and isinstance(output.way, Rows)
     ]
 
 
 def _unit_of(block: Block) -> tuple[Unit, tuple[int, ...]] | None:
-    """The unit that ``block`` runs, with the sizes that it is called with, if it runs one."""
+    """Return the unit that ``block`` runs and the sizes that it is called with, if it runs one."""
     (node,) = block.nodes
     if not isinstance(node.target, Unit):
         return None
@@ -329,7 +378,7 @@ def _unit_of(block: Block) -> tuple[Unit, tuple[int, ...]] | None:
 
 
 def _is_lawless(node: fx.Node) -> bool:
-    """Whether nothing tells what workspace an operation takes at other sizes."""
+    """Return whether an operation's workspace at other sizes cannot be derived."""
     if parts_of(node) is not None:
         return not _is_steady(node)
     return node.target in _CONVOLUTIONS or isinstance(node.target, Unit) or is_tuned(node)

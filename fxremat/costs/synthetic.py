@@ -1,4 +1,4 @@
-"""Values for measuring: real where they are known, made up with real strides elsewhere."""
+"""Values for measuring: real where they exist, made up with the traced strides elsewhere."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from fxremat import torch_compat
 from fxremat.passes.joint.graph import JointGraph
 
 CHUNK = 1 << 14
-"""Numbers of 8 bits that are drawn at a time, as each takes four bytes until it is rounded."""
+"""Number of 8-bit numbers that are drawn at a time, since each takes four bytes until it is
+rounded."""
 
 
 class Synthesizer:
-    """Gives each node a tensor of its traced dtype, shape, strides and storage.
+    """Gives each node a tensor with its traced dtype, shape, strides and storage.
 
-    Made-up floating-point values are random, so that no kernel takes a short cut for
-    zeros, and small, so that none overflows; made-up integers and masks are zero, which
-    is a valid index everywhere. Integers that the forward computes are real.
+    Made-up floating-point values are random, so that no kernel takes a shortcut for zeros, and
+    small, so that none overflows. Made-up integers and masks are zero, which is a valid index
+    everywhere. Integers that the forward computes are real.
+
+    Args:
+        joint: the graph.
+        real: values of nodes, where there are any.
     """
 
     def __init__(self, joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> None:
@@ -34,16 +39,16 @@ class Synthesizer:
         self._held.update(values)
 
     def held(self) -> tuple[torch.Tensor, ...]:
-        """The values that :meth:`hold` was given and that were not forgotten."""
+        """Return the values passed to :meth:`hold` that have not been dropped."""
         return tuple(self._held.values())
 
     def keep_only(self, nodes: Iterable[fx.Node]) -> None:
-        """Forget all held values but those of ``nodes``."""
-        wanted = set(nodes)
-        self._held = {n: t for n, t in self._held.items() if n in wanted}
+        """Drop all held values except those of ``nodes``."""
+        kept = set(nodes)
+        self._held = {n: t for n, t in self._held.items() if n in kept}
 
     def of(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, torch.Tensor]:
-        """A value for each of ``nodes``; those of one storage share memory."""
+        """Return a value for each of ``nodes``; those of one storage share memory."""
         made: dict[int, torch.Tensor] = {}
         return {node: self._value(node, made) for node in nodes}
 
@@ -54,7 +59,7 @@ class Synthesizer:
             return self._real[node]
         traced = node.meta["val"]
         if not isinstance(traced, torch.Tensor):
-            size: torch.Tensor = traced  # no tensor, but that is what the graph takes here
+            size: torch.Tensor = traced  # not a tensor, but a size that the graph takes
             return size
         key = torch_compat.storage_key(traced)
         if key not in made:
@@ -66,7 +71,7 @@ class Synthesizer:
 
 
 def made_up(traced: torch.Tensor) -> torch.Tensor:
-    """A tensor that lies as ``traced``: numbers about 1 and masks are random, integers 0."""
+    """Return random numbers of scale 1, random masks, or integers 0, laid out as ``traced``."""
     base = _base(traced, std=1.0)
     if traced.dtype is torch.bool:
         base.bernoulli_(0.5)
@@ -74,7 +79,7 @@ def made_up(traced: torch.Tensor) -> torch.Tensor:
 
 
 def _base(traced: torch.Tensor, *, std: float) -> torch.Tensor:
-    """A flat tensor that fills the whole storage of ``traced``."""
+    """Return a flat tensor that fills the whole storage of ``traced``."""
     count = int(traced.untyped_storage().nbytes()) // traced.element_size()
     base = torch.zeros(count, dtype=traced.dtype, device=traced.device)
     if traced.is_floating_point() and traced.itemsize == 1:  # torch draws no 8-bit ones

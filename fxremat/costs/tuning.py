@@ -1,4 +1,4 @@
-"""Kernels of a user are tuned before a step runs, separately from all that is measured."""
+"""Tunes users' Triton kernels before a step runs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from fxremat.runtime.user_kernels import Launch
 
 
 def tune_kernels(joint: JointGraph, real: Mapping[fx.Node, torch.Tensor], *, note: Note) -> None:
-    """Have Triton choose a configuration of each kernel that it tunes, where it did not yet.
+    """Let Triton choose a configuration of each kernel that it tunes and has not tuned yet.
 
-    Measuring a step does so, too. Where costs are cached and nothing is measured, the first step
-    would tune, and hold the buffer of 256 MiB by which Triton empties caches as well.
+    Measuring a step does so too. Where costs are cached and nothing is measured, the first step
+    would tune, and hold the buffer of 256 MiB with which Triton flushes caches.
 
     Args:
         joint: the step.
-        real: values of primals, where there are any; others are made up.
+        real: values of primals, where there are any. Others are made up.
         note: called with the bytes that each tuning held at once.
 
-    Ensures: no tensor of ``real`` is written to; the random generators are as before.
+    Ensures:
+        No tensor of ``real`` is written to, and the random generators are as before.
     """
     for node in filter(is_tuned, (*joint.forward, *joint.backward)):
         launch: Any = node.target

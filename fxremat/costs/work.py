@@ -1,4 +1,4 @@
-"""What operations have to do at any size: bytes that they read and make, multiply-adds."""
+"""The work of operations at any size: bytes that they read and make, and multiply-adds."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _ALIKE: dict[Any, Any] = {
         aten._scaled_dot_product_flash_attention_backward
     ),
 }
-"""Operations that torch's registry does not have, and those of it that take the same arguments."""
+"""For operations that torch's registry lacks, one in it that takes the same arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Stands for a shape: where it begins and ends among the numbers."""
+    """A placeholder for a shape: its begin and end among the numbers."""
 
     begin: int
     end: int
 
 
 def _filled(value: Any, numbers: list[int]) -> Any:
-    """``value`` with the shapes that stand in it."""
+    """Replace the placeholders in ``value`` by shapes."""
     if isinstance(value, _Shape):
         return tuple(numbers[value.begin : value.end])
     if isinstance(value, (tuple, list)):
@@ -49,12 +49,12 @@ def _filled(value: Any, numbers: list[int]) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What the nodes of a graph have to do at one size.
+    """The work of the nodes of a graph at one size.
 
     Attributes:
-        nbytes: of each node, by index: of the tensors that it reads and makes.
+        nbytes: bytes of the tensors that each node reads and makes, by index.
         flops: multiply-adds of each node, by index.
-        each_bytes: of each tensor of each kind of operation.
+        each_bytes: bytes of each tensor of each kind of operation.
     """
 
     nbytes: Floats
@@ -63,20 +63,20 @@ class Work:
 
 
 def ratio(now: Floats, before: Floats) -> Floats:
-    """``now`` by ``before``; 1 where there was nothing."""
+    """Return ``now / before``, with 1 where ``before`` is 0."""
     return np.divide(now, before, out=np.ones_like(now), where=before > 0)
 
 
 class Works:
-    """The work of each node of a graph; operations that are alike are looked at once.
+    """The work of each node of a graph at any size. Nodes of one kind share their formulas.
 
     Attributes:
-        kind: of each node, by index; kind 0 does nothing.
+        kind: kind of each node, by index; a node of kind 0 does nothing.
     """
 
     def __init__(self, joint: JointGraph) -> None:
         self._joint = joint
-        self._known: dict[object, int] = {}
+        self._kind_of_key: dict[object, int] = {}
         self._tensors: dict[object, int] = {}
         self._nbytes: list[int] = []
         self._shapes: list[int] = []
@@ -88,10 +88,10 @@ class Works:
         self._places = tensors + len(self._shapes)
 
     def at(self, values: Values) -> Work:
-        """The work at sizes ``values``."""
+        """Return the work at sizes ``values``."""
         numbers = self._formulas(values)
         each = numbers[self._places].astype(np.float64)
-        count = len(self._known) + 1
+        count = len(self._kind_of_key) + 1
         nbytes: Floats = np.zeros(count)
         np.add.at(nbytes, self._kinds, each)
         flops, listed = np.zeros(count), numbers.tolist()
@@ -100,13 +100,13 @@ class Works:
         return Work(nbytes[self.kind], flops[self.kind], each)
 
     def growth(self, now: Work, before: Work) -> Floats:
-        """The factor by which a tensor of each node, or its flops, has grown most; at least 1."""
-        more = np.ones(len(self._known) + 1)
+        """Return by which factor each node's tensors, or its flops, have grown most; at least 1."""
+        more = np.ones(len(self._kind_of_key) + 1)
         np.maximum.at(more, self._kinds, ratio(now.each_bytes, before.each_bytes))
         return np.maximum(more[self.kind], ratio(now.flops, before.flops))
 
     def _kind_of(self, node: fx.Node) -> int:
-        """The kind of ``node``; 0 for what is no operation, or only looks at a tensor."""
+        """Return the kind of ``node``; 0 if it is not an operation, or is a view."""
         if node.op != "call_function" or is_getitem(node) or self._joint.storages.is_view(node):
             return 0
         sources = tuple(node.all_input_nodes)
@@ -114,13 +114,13 @@ class Works:
         layouts = [(layouts_of(n), [t.dtype for t in tensors_of(n)]) for n in (*sources, node)]
         plain = fx.map_arg((args, kwargs), lambda _node: None)
         key = (str(target), repr(layouts), repr(plain))
-        if key not in self._known:
-            self._known[key] = 1 + len(self._known)
-            self._describe(self._known[key], node, target, args)
-        return self._known[key]
+        if key not in self._kind_of_key:
+            self._kind_of_key[key] = 1 + len(self._kind_of_key)
+            self._describe(self._kind_of_key[key], node, target, args)
+        return self._kind_of_key[key]
 
     def _describe(self, kind: int, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
-        """Note the tensors of a new kind of operation, and how its multiply-adds are counted."""
+        """Record the tensors of a new kind of operation, and the formula of its multiply-adds."""
         if isinstance(target, Parts):
             for inner in target.whole:
                 self._describe(kind, inner, inner.target, inner.args)
@@ -136,7 +136,7 @@ class Works:
             self._flops.append((kind, count, shapes, self._shapes_of(node)))
 
     def _tensor(self, layout: Layout, element_size: int) -> int:
-        """The number of a tensor's bytes; tensors of one shape and element size share it."""
+        """Return the index of a tensor's bytes. Tensors of one shape and element size share it."""
         key = (repr(layout.shape), element_size)
         if key not in self._tensors:
             self._tensors[key] = len(self._nbytes)
@@ -144,7 +144,7 @@ class Works:
         return self._tensors[key]
 
     def _shapes_of(self, node: fx.Node) -> Any:
-        """Stands for the shape of a node's tensor, or for those of several."""
+        """Return the placeholder of the shape of a node's tensor, or a list of several."""
         value, layouts = node.meta["val"], iter(layouts_of(node))
 
         def shape(item: object) -> _Shape | None:

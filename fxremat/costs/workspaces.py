@@ -1,4 +1,4 @@
-"""Memory that libraries take at their first call on a GPU and never give back."""
+"""Memory that libraries allocate at their first call on a GPU and never free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fxremat import torch_compat
 
 _SIDE = 64
-"""Rows of the matrices that are multiplied: which ones does not matter."""
+"""Rows of the square matrices that are multiplied. Any number will do."""
 
 Product = Callable[[], torch.Tensor]
 
@@ -19,88 +19,85 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _lock = threading.Lock()
 _nbytes: dict[torch.device, tuple[int, ...]] = {}
-"""Of each of a device's workspaces, which are there from their first measurement on."""
+"""Bytes of each workspace of a device, in the order in which they were allocated."""
 
-_known: set[tuple[torch.device, int, int]] = set()
-"""Devices, threads, and the streams on which these have multiplied."""
+_measured: set[tuple[torch.device, int, int]] = set()
+"""Devices, threads and streams on which matrices have been multiplied."""
 
 
 def library_workspaces(device: torch.device) -> tuple[int, ...]:
-    """Bytes of each of cuBLAS's workspaces on ``device`` for all that has called this.
+    """Return the bytes of each cuBLAS workspace on ``device``, of all threads that called this.
 
-    On a CPU there are none.
+    torch holds one workspace for each cuBLAS handle and stream, and each thread has its own handle.
+    So each stream has one of the thread that runs forwards, and one of autograd's thread, which
+    runs backwards. Torch 2.11 holds as many again for products with a bias. The first product would
+    be charged for them, so they are allocated here, for this thread and its current stream. They
+    count as memory that exists before a step, each separately, as they were requested.
 
-    torch holds one for each of its handles and streams, and a thread has a handle of its own: for
-    each stream there is one of the thread that runs forwards, and one of autograd's, which runs
-    backwards. Torch 2.11 holds as many more for products with a bias. Whatever multiplies first
-    would be charged with them, so they are allocated here, for this thread and its current
-    stream. They are counted as given, each by itself: so they were asked of the allocator.
+    Args:
+        device: the device. A CPU has no workspaces.
     """
     if device.type != "cuda":
         return ()
-    own = device, threading.get_ident(), torch.cuda.current_stream(device).cuda_stream
-    if own not in _known:
+    current = device, threading.get_ident(), torch.cuda.current_stream(device).cuda_stream
+    if current not in _measured:
         with _lock, torch_compat.real_execution():
             _measure(device)
-            _known.add(own)
+            _measured.add(current)
     return _nbytes[device]
 
 
 def _measure(device: torch.device) -> None:
-    """Add those of this thread's current stream to the workspaces of ``device``."""
+    """Add the workspaces of this thread's current stream to those of ``device``."""
     torch.cuda.synchronize(device)
     begins = device not in _nbytes
-    if begins:  # those there are already are freed, on all devices, to see their size
+    if begins:  # free existing ones, on all devices, to measure their sizes
         torch_compat.clear_library_workspaces()
-    taken = [_take(each) for each in (device, *(_nbytes if begins else ()))]
-    _nbytes[device] = (*_nbytes.get(device, ()), *taken[0])
+    allocated = [_allocate(each) for each in (device, *(_nbytes if begins else ()))]
+    _nbytes[device] = (*_nbytes.get(device, ()), *allocated[0])
 
 
 def forget_workspaces() -> None:
-    """Free all that torch holds; what is taken from now on is counted anew."""
+    """Free all workspaces that torch holds; those allocated from now on are measured again."""
     torch_compat.clear_library_workspaces()
     _nbytes.clear()
-    _known.clear()
+    _measured.clear()
 
 
-def _take(device: torch.device) -> tuple[int, ...]:
-    """Have all workspaces of a device allocated; bytes of each that was not there."""
-    taken: list[int] = []
+def _allocate(device: torch.device) -> tuple[int, ...]:
+    """Allocate all workspaces of a device, and return the bytes of each new one."""
+    sizes: list[int] = []
 
     def watched(product: Product) -> None:
         before = torch.cuda.memory_allocated(device)
         product()
-        taken.append(torch.cuda.memory_allocated(device) - before)
+        sizes.append(torch.cuda.memory_allocated(device) - before)
 
     with torch.cuda.device(device):
         for dtype in _DTYPES:
             try:
                 multiply(device, dtype, watched)
             except (torch.OutOfMemoryError, torch.AcceleratorError):
-                raise  # what was not allocated now would be later, in a step
+                raise  # it would be allocated later, in a step
             except RuntimeError:
                 continue  # not every GPU multiplies in every dtype
         torch.cuda.synchronize(device)
-    return tuple(nbytes for nbytes in taken if nbytes > 0)
+    return tuple(nbytes for nbytes in sizes if nbytes > 0)
 
 
 def multiply(device: torch.device, dtype: torch.dtype, run: Callable[[Product], None]) -> None:
-    """Have matrices multiplied, with and without a bias, here and in a backward.
+    """Multiply matrices, with and without a bias, in this thread and in a backward.
 
-    That is autograd's thread, where a step's backward and all that it recomputes runs, also where
-    a capture has forbidden threads.
-
-    Args:
-        device: of the matrices.
-        dtype: of their numbers.
-        run: called with each product, in the thread that is to compute it.
+    The backward runs in autograd's thread, which runs a step's backward and all that it recomputes,
+    even if a capture has disabled threads. ``run`` is called with each product, in the thread that
+    is to compute it.
     """
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
         a, b = (torch.ones(_SIDE, _SIDE, device=device, dtype=dtype) for _ in range(2))
         bias = torch.ones(_SIDE, device=device, dtype=dtype)
 
         def products(_gradient: torch.Tensor | None = None) -> None:
-            torch.add(a, b)  # or cuBLAS warns that this thread has not used the device before
+            torch.add(a, b)  # else cuBLAS warns that this thread has not used the device before
             run(lambda: torch.mm(a, b))
             run(lambda: torch.addmm(bias, a, b))
 

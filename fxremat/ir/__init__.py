@@ -1,8 +1,7 @@
-"""Plain frozen data that every layer shares. No torch here.
+"""Frozen data classes that all layers share. Nothing here imports torch.
 
-Stages are counted from 0: stage ``i`` reads boundary ``i`` and writes boundary
-``i + 1``; the papers' stage ``l`` is stage ``l - 1`` here and their ``a^l`` is
-boundary ``l``.
+Stages are counted from 0: stage ``i`` reads boundary ``i`` and writes boundary ``i + 1``. Stage
+``l`` of the papers is stage ``l - 1`` here, and their ``a^l`` is boundary ``l``.
 """
 
 from fxremat.ir.chain import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""A network as a line of stages whose boundaries are sets of storages."""
+"""A network as a chain of stages whose boundaries are sets of storages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Storage:
     """A piece of device memory that a forward node allocates.
 
     Attributes:
-        nbytes: its size as the device allocator counts it.
-        name: for people only; identity is the index in ``Chain.storages``.
+        nbytes: size in bytes, as the device allocator counts it.
+        name: name to display. A storage is identified by its index in ``Chain.storages``.
     """
 
     nbytes: int
@@ -24,10 +24,10 @@ class Stage:
     """A run of forward nodes between two cuts, and the backward nodes that belong to it.
 
     Attributes:
-        name: for people, e.g. ``"stage5"``.
-        saved: ids of the storages computed by this stage that its backward reads
-            (part of the saved set; the boundary after the stage may overlap it).
-        kind: stages of equal kind have the same code, shapes, dtypes and strides.
+        name: name to display, such as ``"stage5"``.
+        saved: ids of the storages that this stage computes and its backward reads. It is part of
+            the saved set, and may overlap with the boundary after the stage.
+        kind: number that is equal for stages with the same code, shapes, dtypes and strides.
     """
 
     name: str
@@ -37,12 +37,17 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Stages ``0 … L-1`` and the ``L + 1`` boundaries around them.
+    """Stages ``0 … L-1`` and their ``L + 1`` boundaries.
 
-    ``boundaries[i]`` holds the ids of the storages that cross the cut before stage
-    ``i`` (``boundaries[0]``: the input; ``boundaries[L]``: after the last stage,
-    usually empty). A storage lives in a contiguous run of boundaries. Pinned
-    storages, parameters and model outputs are in none of them.
+    A storage is in a contiguous run of boundaries. Pinned storages, parameters and model outputs
+    are in none of them.
+
+    Attributes:
+        storages: all storages; their ids are the indices in this tuple.
+        boundaries: for each ``i`` the ids of the storages that cross the cut before stage ``i``.
+            ``boundaries[0]`` is the input, ``boundaries[L]`` follows the last stage and is usually
+            empty.
+        stages: the stages, in the order of the forward.
     """
 
     storages: tuple[Storage, ...]
@@ -53,13 +58,15 @@ class Chain:
         return len(self.stages)
 
     def nbytes(self, ids: Iterable[int]) -> int:
-        """Bytes of the distinct storages among ``ids``."""
+        """Return the total bytes of the distinct storages among ``ids``."""
         return sum(self.storages[i].nbytes for i in set(ids))
 
     def saved_set(self, stage: int) -> frozenset[int]:
-        """What ``F_all`` adds to its input: ``ā`` with ``a^l``, without ``a^{l-1}``."""
+        """Return what ``F_all`` of a stage adds to its input: ``ā`` with ``a^l``, without
+        ``a^{l-1}``.
+        """
         return self.added(stage, self.stages[stage].saved)
 
     def added(self, stage: int, kept: Iterable[int]) -> frozenset[int]:
-        """What an ``F_all`` that keeps the storages ``kept`` adds to its input."""
+        """Return what ``F_all`` of a stage adds to its input if it keeps the storages ``kept``."""
         return frozenset({*kept, *self.boundaries[stage + 1]} - set(self.boundaries[stage]))

@@ -12,17 +12,17 @@ from fxremat.ir.problem import check_bytes, check_chain, check_stage_costs
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Branches that share no activation, and the trunk that reads the ends of all of them.
+    """Branches that share no activation, and a trunk that reads the ends of all branches.
 
-    Stages have one numbering: those of branch 0 first, then branch 1, …, then the trunk.
-    A *line* is a branch, or the trunk, which is line ``len(branches)``.
+    Stages are numbered consecutively: those of branch 0 first, then those of branch 1, and so on,
+    then those of the trunk. A *line* is a branch or the trunk; the trunk is line ``len(branches)``.
 
     Attributes:
-        branches: at least one, each of at least one stage. All chains of a join have the
-            same ``storages``; no storage is in two branches.
-        trunk: what comes after the branches met, the loss included; at least one stage.
-            ``trunk.boundaries[0]`` is the branches' last boundaries one after the other.
-            A storage may cross from a branch into the trunk, in one contiguous run.
+        branches: at least one chain, each of at least one stage. All chains of a join have the same
+            ``storages``; no storage is in two branches.
+        trunk: the stages after the branches meet, including the loss; at least one.
+            ``trunk.boundaries[0]`` is the concatenation of the branches' last boundaries. A storage
+            may cross from a branch into the trunk, in one contiguous run.
     """
 
     branches: tuple[Chain, ...]
@@ -33,24 +33,24 @@ class Join:
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """The storages of all lines."""
+        """Return the storages, which all lines share."""
         return self.trunk.storages
 
     @property
     def lines(self) -> tuple[Chain, ...]:
-        """The branches, then the trunk."""
+        """Return the branches, then the trunk."""
         return (*self.branches, self.trunk)
 
     @property
     def first_stages(self) -> tuple[int, ...]:
-        """The number of each line's first stage, and at the end the number of stages."""
+        """Return the number of each line's first stage, and finally the number of all stages."""
         firsts = [0]
         for line in self.lines:
             firsts.append(firsts[-1] + len(line))
         return tuple(firsts)
 
     def nbytes(self, ids: Sequence[int]) -> int:
-        """Bytes of the distinct storages among ``ids``."""
+        """Return the total bytes of the distinct storages among ``ids``."""
         return self.trunk.nbytes(ids)
 
 
@@ -58,19 +58,19 @@ class Join:
 class JoinCosts:
     """Costs of a join.
 
-    While the trunk's backward runs, gradients take ``gradient_bytes`` of the trunk stage
-    whose backward comes next. From then on *every* branch holds the gradient at its
-    level, that is ``gradient_bytes`` of its own next stage, and ``done_bytes`` once it has
-    none left; the trunk leaves ``trunk_done_bytes``.
+    While the trunk's backward runs, gradients take ``gradient_bytes`` of the trunk stage whose
+    backward comes next. After that *every* branch holds the gradient at its position:
+    ``gradient_bytes`` of its own next stage, or its ``done_bytes`` if it has none left. The trunk
+    leaves ``trunk_done_bytes``.
 
     Attributes:
-        branches: one entry a stage of each branch.
-        trunk: one entry a trunk stage.
-        fixed_bytes: held during the whole step whatever the schedule does.
-        done_bytes: one entry a branch: what its backward leaves until the step ends
-            (gradients of its input and parameters). Empty: nothing.
-        trunk_done_bytes: what the trunk's backward leaves beside the gradients of the
-            branches' ends (gradients of its parameters).
+        branches: for each branch, the costs of each stage.
+        trunk: costs of each trunk stage.
+        fixed_bytes: bytes held during the whole step under any schedule.
+        done_bytes: for each branch, the bytes that its backward leaves until the step ends
+            (gradients of its input and parameters). If empty, all are 0.
+        trunk_done_bytes: the bytes that the trunk's backward leaves in addition to the gradients of
+            the branches' ends (gradients of its parameters).
     """
 
     branches: tuple[tuple[StageCosts, ...], ...]
@@ -81,33 +81,33 @@ class JoinCosts:
 
     @property
     def lines(self) -> tuple[tuple[StageCosts, ...], ...]:
-        """The branches, then the trunk."""
+        """Return the costs of the branches' stages, then of the trunk's."""
         return (*self.branches, self.trunk)
 
     @property
     def stages(self) -> tuple[StageCosts, ...]:
-        """Of all lines, in the join's numbering."""
+        """Return the costs of all stages, in the join's numbering."""
         return tuple(stage for line in self.lines for stage in line)
 
     @property
     def left_bytes(self) -> tuple[int, ...]:
-        """``done_bytes``, one entry a branch also where it is empty."""
+        """Return ``done_bytes`` with an entry for each branch, even where it is empty."""
         return self.done_bytes or (0,) * len(self.branches)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinProblem:
-    """Find a schedule of ``join`` within ``budget_bytes`` at the least time.
+    """Find the fastest schedule of ``join`` within ``budget_bytes``.
 
     Attributes:
         join: the network.
         costs: seconds and bytes of its stages.
-        budget_bytes: device memory, ``costs.fixed_bytes`` included.
+        budget_bytes: device memory in bytes, including ``costs.fixed_bytes``.
 
     Raises:
-        ValueError: on construction, naming the field and index of the first entry
-            that is malformed (negative, not finite, of wrong length, out of range, bytes
-            that are no whole number).
+        ValueError: on construction, naming the field and index of the first malformed entry
+            (negative, not finite, of wrong length, out of range, or bytes that are not a whole
+            number).
     """
 
     join: Join
@@ -116,7 +116,7 @@ class JoinProblem:
 
     def __post_init__(self) -> None:
         _check_lines(self.join)
-        _check_meeting(self.join)
+        _check_trunk_input(self.join)
         _check_disjoint(self.join)
         _check_costs(self.join, self.costs)
         check_bytes(self.budget_bytes, name="budget_bytes")
@@ -135,7 +135,7 @@ def _check_lines(join: Join) -> None:
         check_chain(line, name=name)
 
 
-def _check_meeting(join: Join) -> None:
+def _check_trunk_input(join: Join) -> None:
     ends = tuple(i for branch in join.branches for i in branch.boundaries[-1])
     if join.trunk.boundaries[0] != ends:
         raise ValueError(
@@ -144,7 +144,7 @@ def _check_meeting(join: Join) -> None:
 
 
 def _check_disjoint(join: Join) -> None:
-    """No storage in two branches; none in the trunk that a branch had and did not hand over."""
+    """Raise ``ValueError`` if two lines have the same storage, unless it crosses into the trunk."""
     owner: dict[int, int] = {}
     names = _line_names(join)
     ends = set(join.trunk.boundaries[0])
@@ -155,7 +155,9 @@ def _check_disjoint(join: Join) -> None:
             before = owner.setdefault(storage, line)
             crosses = line == len(join.branches) and storage in ends
             if before != line and not crosses:
-                raise ValueError(f"{names[line]} has storage {storage}, which {names[before]} has")
+                raise ValueError(
+                    f"{names[line]} has storage {storage}, which {names[before]} has too"
+                )
 
 
 def _check_costs(join: Join, costs: JoinCosts) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What transfers cost. A transfer of ``n`` bytes takes ``n / bandwidth`` seconds.
+    """Bandwidths of transfers. A transfer of ``n`` bytes takes ``n / bandwidth`` seconds.
 
     Attributes:
         offload_bytes_per_s: bandwidth from device to host (D2H), ``β`` of the papers.
         prefetch_bytes_per_s: bandwidth from host to device (H2D).
-        shared: one transfer at a time, whatever its direction (assumption (A) of
-            Beaumont et al. 2019); else one in each direction.
+        shared: whether the link carries one transfer at a time, in either direction (assumption (A)
+            of Beaumont et al. 2019); else it carries one in each direction.
     """
 
     offload_bytes_per_s: float
@@ -23,18 +23,19 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """Bandwidths of a link, and what transfers cost those who compute.
+    """Measured bandwidths of a link, and what transfers cost the computing thread.
 
     Attributes:
-        offload_bytes_per_s: from device to host memory, alone.
-        prefetch_bytes_per_s: from host memory to device, alone.
-        both_bytes_per_s: both directions together, half the bytes each way.
-        slowdown: time of computations with transfers under way over their time without,
-            at least 1.
-        shared: one transfer at a time, whatever its direction.
-        offload_call_s: what the calls that start an offload and await it take of those who
-            compute, however little is moved. On CUDA the host has that time.
-        prefetch_call_s: the same of a prefetch.
+        offload_bytes_per_s: bandwidth from device to host memory while nothing moves the other way.
+        prefetch_bytes_per_s: bandwidth from host memory to device while nothing moves the other
+            way.
+        both_bytes_per_s: bandwidth of both directions together, half the bytes each way.
+        slowdown: time of computations during transfers over their time without, at least 1.
+        shared: whether the link carries one transfer at a time, in either direction.
+        offload_call_s: seconds that the calls that start an offload and wait for it take of the
+            computing thread, however few bytes are moved. 0 on CUDA, where the host has time to
+            spare.
+        prefetch_call_s: the same for a prefetch.
     """
 
     offload_bytes_per_s: float
@@ -46,9 +47,9 @@ class MeasuredLink:
     prefetch_call_s: float = 0.0
 
     def link(self) -> Link:
-        """What the solvers plan with: each direction alone.
+        """Return the link that solvers plan with, which has the bandwidths of single directions.
 
-        A step offloads in its forward and prefetches in its backward, so that the two
-        directions meet only around the turn.
+        A step offloads in its forward and prefetches in its backward, so the two directions overlap
+        only near the loss point.
         """
         return Link(self.offload_bytes_per_s, self.prefetch_bytes_per_s, self.shared)

@@ -1,4 +1,4 @@
-"""What a solver gets and what it answers."""
+"""What a solver takes and what it returns."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from fxremat.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Find a schedule of ``chain`` within ``budget_bytes`` at the least time.
+    """Find the fastest schedule of ``chain`` within ``budget_bytes``.
 
     Attributes:
         chain: the network.
         costs: seconds and bytes of its stages.
-        budget_bytes: device memory, ``costs.fixed_bytes`` included.
-        link: for solvers that transfer; ``None``: there is no host memory.
+        budget_bytes: device memory in bytes, including ``costs.fixed_bytes``.
+        link: link to host memory, for solvers that transfer; ``None`` where there is no host
+            memory.
 
     Raises:
-        ValueError: on construction, naming the field and index of the first entry
-            that is malformed (negative, not finite, of wrong length, out of range, bytes
-            that are no whole number).
+        ValueError: on construction, naming the field and index of the first malformed entry
+            (negative, not finite, of wrong length, out of range, or bytes that are not a whole
+            number).
     """
 
     chain: Chain
@@ -42,7 +43,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A schedule and its time in the model it was planned in."""
+    """A schedule and its time in the model that it was planned with."""
 
     schedule: Schedule
     makespan_s: float
@@ -50,7 +51,9 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """No schedule of the solver's kind fits; ``least_budget_bytes`` would do."""
+    """No schedule of the solver's kind fits; the least budget that suffices is
+    ``least_budget_bytes``.
+    """
 
     least_budget_bytes: int
 
@@ -60,8 +63,8 @@ class TimedOut:
     """The time limit was reached.
 
     Attributes:
-        incumbent: the best schedule found, if any.
-        bound_s: no schedule of the solver's kind takes less.
+        incumbent: the best schedule so far; ``None`` if there is none.
+        bound_s: lower bound in seconds on the time of any schedule of the solver's kind.
     """
 
     incumbent: Solved | None
@@ -72,7 +75,7 @@ Solution = Solved | Infeasible | TimedOut
 
 
 def check_chain(chain: Chain, *, name: str = "chain") -> None:
-    """Raise ``ValueError`` for the first malformed entry of ``chain``, which is called ``name``."""
+    """Raise ``ValueError`` for the first malformed entry of a chain that messages call ``name``."""
     count = len(chain.stages)
     if count == 0:
         raise ValueError(f"{name}.stages is empty")
@@ -82,26 +85,26 @@ def check_chain(chain: Chain, *, name: str = "chain") -> None:
         )
     for i, storage in enumerate(chain.storages):
         check_bytes(storage.nbytes, name=f"{name}.storages[{i}].nbytes")
-    known = range(len(chain.storages))
-    last_seen: dict[int, int] = {}
+    storage_ids = range(len(chain.storages))
+    last_boundary: dict[int, int] = {}
     for i, boundary in enumerate(chain.boundaries):
         for storage_id in boundary:
-            if storage_id not in known:
+            if storage_id not in storage_ids:
                 raise ValueError(f"{name}.boundaries[{i}] names storage {storage_id}, unknown")
-            if last_seen.get(storage_id, i - 1) < i - 1:
+            if last_boundary.get(storage_id, i - 1) < i - 1:
                 raise ValueError(
                     f"{name}.boundaries[{i}] has storage {storage_id} again after "
-                    f"boundary {last_seen[storage_id]}: a storage lives in a contiguous run"
+                    f"boundary {last_boundary[storage_id]}: a storage must be in a contiguous run"
                 )
-            last_seen[storage_id] = i
+            last_boundary[storage_id] = i
     for i, stage in enumerate(chain.stages):
         for storage_id in stage.saved:
-            if storage_id not in known:
+            if storage_id not in storage_ids:
                 raise ValueError(f"{name}.stages[{i}].saved names storage {storage_id}, unknown")
 
 
 def check_stage_costs(chain: Chain, stages: tuple[StageCosts, ...], *, name: str) -> None:
-    """Raise ``ValueError`` for the first malformed entry of ``stages``, called ``name``."""
+    """Raise ``ValueError`` for the first malformed entry of costs that messages call ``name``."""
     if len(stages) != len(chain.stages):
         raise ValueError(f"{name} has {len(stages)} entries, expected {len(chain.stages)}")
     for i, stage in enumerate(stages):
@@ -126,7 +129,7 @@ def _check_numbers(costs: StageCosts | SaveOption, name: str) -> None:
 
 
 def check_bytes(value: int, *, name: str) -> None:
-    """Raise ``ValueError`` unless ``value``, called ``name``, is a whole number of bytes."""
+    """Raise ``ValueError`` unless ``value``, called ``name``, is a whole number of at least 0."""
     if value < 0:
         raise ValueError(f"{name} is {value}, must be at least 0")
     if not math.isfinite(value) or value != int(value):

@@ -1,7 +1,7 @@
-"""What was measured of a graph, and what a plan holds for, as plain data.
+"""Measurements of a graph, and the conditions that a plan holds for, as plain data.
 
-Operations are told by their index among the nodes of the joint graph, storages by their index
-in its table: the same for the same graph in any process.
+Operations are identified by their index among the nodes of the joint graph, storages by their index
+in its table. Both are the same for the same graph in any process.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ class Form:
     """How the operations of a step are computed; by default as they were traced.
 
     Attributes:
-        exact: outputs and gradients have the bits that they have as traced.
-        parts_bytes: values that take more are computed in parts, where that can be; 0: none is.
-        shared: equal operations of the forward are one, whose result lives from the first reader to
-            the last; else only where that takes next to no memory.
-        peak: names of operations whose values are computed in parts, too, as they take part in the
-            peak of the plan of least memory without that.
-        peak_bytes: what a part that computes such values may hold.
-        beside: gradients of losses in parts are computed with them, as if the loss's own were that
-            of the step before; where it is another, exact ones are computed once more.
+        exact: outputs and gradients have the same bits as in the trace.
+        parts_bytes: values of more bytes are computed in parts where possible; 0: no value is.
+        shared: equal operations of the forward are merged into one, whose result lives from its
+            first reader to its last; else only those are merged whose result takes next to no
+            memory.
+        peak: names of operations whose values are computed in parts too, because they are part of
+            the peak of the least-memory plan without that.
+        peak_bytes: bytes that a part that computes such values may hold.
+        beside: gradients of losses in parts are computed together with the losses, assuming that
+            the gradient of the loss is that of the step before. Where it differs, exact gradients
+            are computed afterwards.
     """
 
     exact: bool = True
@@ -37,27 +39,33 @@ class Form:
 
     @property
     def has_parts(self) -> bool:
-        """Whether something is computed in parts."""
+        """Return whether any value is computed in parts."""
         return self.parts_bytes > 0 or bool(self.peak)
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether parts are to keep bits, which must be asked at each size."""
+        """Return whether parts must keep bits, which has to be checked at each size."""
         return self.exact and self.has_parts
 
 
 TRACED = Form()
-"""As they were traced."""
+"""All operations as they were traced."""
 
 
 Request = tuple[int, int]
-"""What is asked of the device's allocator: a key, and bytes that it is to hand out under that
-key, or, negative, to take back. Keys below 0 are of workspaces."""
+"""A request to the device's allocator: a key, and bytes to allocate under that key, or, if
+negative, to free. Keys below 0 belong to workspaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Measured seconds of one stage."""
+    """Measured seconds of one stage, including those of its call in emitted code.
+
+    Attributes:
+        forward_s: seconds of the first forward.
+        rebuild_s: seconds of rebuilding the saved set.
+        backward_s: seconds of the backward.
+    """
 
     forward_s: float
     rebuild_s: float
@@ -66,18 +74,21 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCosts:
-    """All that planning a graph needs to be measured; the same costs give the same plan.
+    """All measurements that planning a graph needs. The same costs give the same plan.
 
     Attributes:
         stages: seconds of each stage.
-        again_s: operations that a recomputation may run, and seconds of each, alone.
-        workspace_bytes: operations, how each runs, and its peak beyond arguments and results.
-        storage_bytes: of each storage, as large as it really is.
-        displaced: storages with tensors whose strides are not those of the trace.
-        link: to host memory, where storages may travel.
-        asked: operations that ask for more than their results, or for these in another order
-            than they return them, where an allocator rounds; how each runs, and what it asks for:
-            ``(place, 0)`` is a result.
+        again_s: pairs of an operation that a recomputation may run, and its seconds when it runs by
+            itself.
+        workspace_bytes: triples of an operation, how it runs, and its peak in bytes beyond
+            arguments and results.
+        storage_bytes: actual size of each storage.
+        displaced: storages with tensors whose strides differ from the trace.
+        link: link to host memory, where storages may be offloaded.
+        asked: triples of an operation, how it runs, and its requests to the allocator, where the
+            allocator rounds. Only operations are listed that request more than their results, or
+            request these in another order than they return them. The request ``(place, 0)`` is that
+            of a result.
     """
 
     stages: tuple[StageSeconds, ...]
@@ -90,22 +101,22 @@ class RecordedCosts:
 
     @staticmethod
     def slowest(costs: Sequence[RecordedCosts]) -> RecordedCosts:
-        """The most of each that was measured of one graph in several processes."""
+        """Return the maximum of each measurement of one graph in several processes."""
         first = costs[0]
         again_s: dict[int, float] = {}
         workspace_bytes: dict[tuple[int, str], int] = {}
-        for own in costs:
-            for i, seconds in own.again_s:
+        for each in costs:
+            for i, seconds in each.again_s:
                 again_s[i] = max(again_s.get(i, 0.0), seconds)
-            for i, mode, nbytes in own.workspace_bytes:
+            for i, mode, nbytes in each.workspace_bytes:
                 workspace_bytes[i, mode] = max(workspace_bytes.get((i, mode), 0), nbytes)
         return replace(
             first,
-            stages=tuple(map(_slowest, *(own.stages for own in costs))),
+            stages=tuple(map(_slowest, *(each.stages for each in costs))),
             again_s=tuple(again_s.items()),
             workspace_bytes=tuple((*of, nbytes) for of, nbytes in workspace_bytes.items()),
-            storage_bytes=tuple(map(max, *(own.storage_bytes for own in costs))),
-            displaced=tuple(sorted(set().union(*(own.displaced for own in costs)))),
+            storage_bytes=tuple(map(max, *(each.storage_bytes for each in costs))),
+            displaced=tuple(sorted(set().union(*(each.displaced for each in costs)))),
         )
 
 
@@ -118,21 +129,21 @@ def _slowest(*stages: StageSeconds) -> StageSeconds:
 
 
 Facts = tuple[tuple[str, str], ...]
-"""Names and what they stand for, as text."""
+"""Pairs of a name and a value, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a plan holds for: a step, where it runs, and what was asked for.
+    """The conditions that a plan holds for: a step, its environment, and what was requested.
 
     Attributes:
-        operations: digest of the traced operations, and of who reads whom.
-        code: digest of the whole trace: with sizes, dtypes, strides, constants and names.
+        operations: digest of the traced operations and the edges between them.
+        code: digest of the whole trace, including sizes, dtypes, strides, constants and names.
         inputs: dtype and shape of each parameter, buffer and argument.
-        device: its name.
-        versions: of the packages.
-        settings: what chooses kernels, and the number of threads.
-        options: what ``compile`` was asked for.
+        device: name of the device.
+        versions: versions of packages.
+        settings: settings that affect the choice of kernels, and the number of threads.
+        options: options of ``compile``.
         held: bytes that the caller of the step holds, and the rules of the allocator.
     """
 

@@ -1,8 +1,8 @@
 """A schedule: the typed sequence of operations of one training step, and its packed form.
 
-What a planner decides beyond the order of computations is a :class:`Decision`. Nodes are told by
-their index among the nodes of the joint graph, storages by their index in its table: equal for
-equal graphs in any process.
+What a planner decides in addition to the order of computations is a :class:`Decision`. Nodes are
+identified by their index among the nodes of the joint graph, storages by their index in its table.
+Both are the same for equal graphs in any process.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 
 
 class Keep(Enum):
-    """What a forward leaves in memory beside the boundary it writes."""
+    """What a forward leaves in memory in addition to the boundary that it writes."""
 
     NONE = "none"
-    """``F_none``: nothing; a boundary that nobody else holds is freed."""
+    """``F_none``: nothing. The boundary that it read is freed unless something else holds it."""
     INPUT = "input"
-    """``F_ck``: the boundary it read."""
+    """``F_ck``: the boundary that it read."""
     ALL = "all"
-    """``F_all``: the boundary it read and its saved set."""
+    """``F_all``: the boundary that it read, and its saved set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Forward of ``stage``: reads boundary ``stage``, writes boundary ``stage + 1``.
+    """Forward of a stage: reads boundary ``stage`` and writes boundary ``stage + 1``.
 
     Attributes:
         stage: index of the stage.
@@ -49,7 +49,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Backward of ``stage``: reads the gradient after it, its saved set and boundary ``stage``."""
+    """Backward of a stage: reads the gradient after it, its saved set and boundary ``stage``."""
 
     stage: int
 
@@ -63,17 +63,17 @@ class Part(Enum):
     INPUT = "input"
     """Boundary ``stage``, as kept by ``F_ck`` of the stage: ``a``."""
     SAVED = "saved"
-    """The saved set of the stage, as kept by its ``F_all``, boundary after it included: ``ā``."""
+    """The saved set of the stage with the boundary after it, as kept by ``F_all``: ``ā``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What a transfer moves: one of the values that a schedule keeps, or a single storage of it.
+    """What a transfer moves: a boundary or saved set that a schedule keeps, or one storage of it.
 
     Attributes:
-        part: which of them.
-        stage: of which stage.
-        name: of the storage; empty: all of the value.
+        part: boundary or saved set.
+        stage: index of the stage.
+        name: name of the storage; empty if all storages are moved.
     """
 
     part: Part
@@ -90,7 +90,7 @@ class Offload:
 
     Attributes:
         what: the activations.
-        nbytes: copy this much more of it; ``None``: all that is left.
+        nbytes: number of further bytes to copy; ``None``: all that is left.
     """
 
     what: Activations
@@ -102,7 +102,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Give the device memory of ``what`` back once its copy and what reads it are done."""
+    """Free the device memory of ``what`` once it has been copied and read."""
 
     what: Activations
 
@@ -123,7 +123,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Later computations start once ``what`` is in device memory again, whole."""
+    """Delay later computations until ``what`` is entirely in device memory again."""
 
     what: Activations
 
@@ -132,23 +132,23 @@ class Wait:
 
 
 Compute = Forward | Backward
-"""What runs on the compute lane."""
+"""An operation of the compute lane."""
 
 Transfer = Offload | Free | Prefetch | Wait
-"""What the transfer lanes do, and what the others wait for."""
+"""An operation of the transfer lanes, or one that waits for them."""
 
 Op = Compute | Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operations in the order in which they run."""
+    """The operations of a step in the order in which they run."""
 
     ops: tuple[Op, ...]
 
     @property
     def computations(self) -> tuple[Compute, ...]:
-        """The forwards and backwards in their order, transfers left out."""
+        """Return the forwards and backwards in order, without transfers."""
         return tuple(op for op in self.ops if isinstance(op, Compute))
 
     def __len__(self) -> int:
@@ -165,16 +165,16 @@ class Schedule:
 class Move:
     """A storage that is in host memory for part of the step.
 
-    Places are indices of calls, and mean the instant before that call. One that is the turn
-    lies in the forward for ``offload`` and ``release``, in the backward for the others.
+    Places are indices of calls, and denote the instant before that call. The place at the loss
+    point lies in the forward for ``offload`` and ``release``, in the backward for the others.
 
     Attributes:
-        storage: which.
-        nbytes: its size.
+        storage: the storage.
+        nbytes: its size in bytes.
         nodes: the tensors in it that the backward reads.
-        offload: its copy to the host begins, right after the last call that reads it.
-        release: its device memory is given back, once that copy is done.
-        prefetch: device memory is taken and the copy back begins.
+        offload: place where its copy to the host begins, right after the last call that reads it.
+        release: place where its device memory is freed, once that copy is done.
+        prefetch: place where device memory is allocated and the copy back begins.
         wait: the call that reads it next.
     """
 
@@ -188,17 +188,17 @@ class Move:
 
 
 Tensors = tuple[tuple[int, tuple[int, ...]], ...]
-"""Stages, and tensors that their forwards make."""
+"""Pairs of a stage and tensors that its forward computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is decided for a step beside its schedule.
+    """What is decided for a step in addition to its schedule.
 
     Attributes:
         missing: stages that do not keep everything, and the tensors that their backwards rebuild.
         held: stages that keep tensors from their first forward on, and those tensors.
-        moves: storages that travel.
+        moves: storages that are offloaded.
     """
 
     missing: Tensors = ()
@@ -207,33 +207,33 @@ class Decision:
 
 
 Codes = NDArray[np.int64]
-"""The computations of a schedule, for compiled loops: one of stage ``i`` is ``i * KINDS`` and what
-it is."""
+"""The computations of a schedule as integers, for compiled loops: each is ``stage * KINDS`` plus
+its kind."""
 
 BACKWARD, NONE, INPUT, ALL = 0, 1, 2, 3
-"""What a computation is; ``ALL + k`` keeps what save option ``k`` does."""
+"""Kinds of computations; ``ALL + k`` keeps what save option ``k`` keeps."""
 
 KINDS = 256
-"""More than there are."""
+"""An upper bound on the number of kinds."""
 
-_OF_KEEP = {Keep.NONE: NONE, Keep.INPUT: INPUT, Keep.ALL: ALL}
-_KEEP_OF = {code: keep for keep, code in _OF_KEEP.items()}
+_KIND_OF_KEEP = {Keep.NONE: NONE, Keep.INPUT: INPUT, Keep.ALL: ALL}
+_KEEP_OF_KIND = {code: keep for keep, code in _KIND_OF_KEEP.items()}
 
 
 def coded(schedule: Schedule) -> Codes:
-    """The computations of a schedule as numbers."""
+    """Pack the computations of a schedule into integers."""
     return np.array([_code_of(op) for op in schedule.computations], dtype=np.int64)
 
 
 def decoded(codes: Codes) -> Schedule:
-    """The schedule that ``codes`` stand for."""
+    """Unpack the schedule that ``codes`` represent."""
     return Schedule(tuple(map(_op_of, codes.tolist())))
 
 
 def _code_of(op: Compute) -> int:
     if isinstance(op, Backward):
         return op.stage * KINDS + BACKWARD
-    return op.stage * KINDS + _OF_KEEP[op.keep] + op.option
+    return op.stage * KINDS + _KIND_OF_KEEP[op.keep] + op.option
 
 
 @functools.cache
@@ -241,4 +241,4 @@ def _op_of(code: int) -> Compute:
     stage, kind = divmod(code, KINDS)
     if kind == BACKWARD:
         return Backward(stage)
-    return Forward(stage, _KEEP_OF[min(kind, ALL)], max(kind - ALL, 0))
+    return Forward(stage, _KEEP_OF_KIND[min(kind, ALL)], max(kind - ALL, 0))

@@ -1,4 +1,4 @@
-"""What a schedule does over time, as found by replaying it."""
+"""The course of a schedule over time, as its replay gives it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxremat.ir.schedule import (
 
 
 class Lane(Enum):
-    """What an operation occupies while it runs."""
+    """The resource that an operation occupies while it runs."""
 
     COMPUTE = "compute"
     D2H = "D2H"
@@ -31,12 +31,12 @@ class Lane(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Seconds that the compute lane does nothing, by what it waits for.
+    """Seconds in which the compute lane is idle, by cause.
 
     Attributes:
-        memory_s: room in device memory.
-        data_s: what was offloaded to be back.
-        lane_s: a prefetch that comes before in the schedule to start, its lane being busy.
+        memory_s: waiting for free device memory.
+        data_s: waiting for offloaded data to be back.
+        lane_s: waiting for an earlier prefetch of the schedule to start, while its lane is busy.
     """
 
     memory_s: float = 0.0
@@ -45,18 +45,18 @@ class Idle:
 
     @property
     def total_s(self) -> float:
-        """All causes together."""
+        """Return the seconds of all causes together."""
         return self.memory_s + self.data_s + self.lane_s
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A transfer of a single storage, as emitted graphs do it; its lane says which way.
+    """A transfer of a single storage, as emitted graphs do it. Its lane gives the direction.
 
     Attributes:
-        name: of the tensor that the storage was made for.
-        stage: which stage computes it.
-        nbytes: its size.
+        name: name of the tensor that the storage was allocated for.
+        stage: index of the stage that computes it.
+        nbytes: its size in bytes.
     """
 
     name: str
@@ -74,10 +74,10 @@ class Event:
     Attributes:
         op: the operation.
         start_s, end_s: seconds since the step began.
-        peak_bytes: most memory held at any instant of the operation.
-        held_bytes: memory held once it is done.
-        lane: where it ran. A ``Wait`` and a ``Free`` occupy none: they are the instant at
-            which what they are about is whole, or given back.
+        peak_bytes: maximum memory held during the operation, in bytes.
+        held_bytes: memory held once it is done, in bytes.
+        lane: lane that it ran on. A ``Wait`` or ``Free`` occupies none: it is the instant at which
+            its data is complete, or freed.
         idle: what the compute lane waited for right before it.
     """
 
@@ -98,29 +98,29 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the first operation's start to the last end of any."""
+        """Return the seconds from the start of the step to the last end of an operation."""
         return max((e.end_s for e in self.events), default=0.0)
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory held at any instant, ``fixed_bytes`` included."""
+        """Return the maximum memory held at any instant in bytes, including ``fixed_bytes``."""
         return max((e.peak_bytes for e in self.events), default=0)
 
     def actions(self, moves: Sequence[Move]) -> Schedule:
-        """The operations of the compute lane with transfers where they are issued.
+        """Return the operations of the compute lane with transfers where they are issued.
 
         Args:
-            moves: storages that travel in this step.
+            moves: storages that are offloaded in this step.
         """
         copies = [e.op for e in self.events if e.lane is Lane.D2H and isinstance(e.op, Copy)]
         leaving = sorted(moves, key=lambda move: move.offload)
         storage: dict[int, Activations] = {}
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for move, copy in zip(leaving, copies, strict=True):
-            # Several results of one operation have its name.
-            name = f"{copy.name}.{seen[copy.name]}" if copy.name in seen else copy.name
+            # All results of one operation have the operation's name.
+            name = f"{copy.name}.{counts[copy.name]}" if copy.name in counts else copy.name
             storage[move.storage] = Activations(Part.SAVED, copy.stage, name)
-            seen[copy.name] += 1
+            counts[copy.name] += 1
         back = sorted(moves, key=lambda move: move.wait)
         ops: list[Op] = []
         calls = [e.op for e in self.events if e.lane is Lane.COMPUTE]
@@ -135,7 +135,7 @@ class Timeline:
 
     @property
     def idle(self) -> Idle:
-        """What the compute lane waits for between its first and its last operation."""
+        """Return what the compute lane waits for between its first and its last operation."""
         waits = [e.idle for e in self.events]
         return Idle(
             sum(w.memory_s for w in waits),

@@ -1,1 +1,1 @@
-"""Numbers in, schedule out. Nothing here imports torch; ``named`` has all solvers."""
+"""Solvers take numbers and return schedules. None imports torch; ``named`` lists all of them."""

@@ -1,13 +1,13 @@
-"""The table of a chain in slots of bytes, how it is filled, and the way back through it.
+"""The table of a chain in slots of bytes: how it is filled, and how a schedule is read from it.
 
-The recurrence is in ``rotor``. An interval ``(s, t)`` with ``s <= t`` is row ``row_of(s, t, L)``
-of a packed upper triangle, in the order ``(0, 0), (0, 1), … (0, L - 1), (1, 1), …``.
+``rotor`` has the recurrence. An interval ``(s, t)`` with ``s <= t`` is row ``row_of(s, t, L)`` of a
+packed upper triangle, in the order ``(0, 0), (0, 1), … (0, L - 1), (1, 1), …``.
 
 A choice for an interval is a number: the cut ``s' > s`` for ``F_ck s``, ``s`` for ``F_all s``, and
-``-1 - option`` for one of its save options; for ``s == t``, ``s + 1`` is the forward alone first,
-then a rebuild. -1 is none.
+``-1 - option`` for one of its save options. For ``s == t``, the choice ``s + 1`` is a forward by
+itself, followed by a rebuild later. -1 is no choice.
 
-Loops are compiled by numba, release the interpreter lock, and leave threads to their callers.
+numba compiles the loops. They release the interpreter lock, and threads are left to callers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ TILE = 16
 """Intervals of ``TILE`` starts and ``TILE`` ends are computed together, for the cache."""
 
 BLOCK = 32
-"""Entries of a row that are lowered, or skipped, at once."""
+"""Number of entries of a row that are lowered, or skipped, at once."""
 
 NO_CHOICE = -1
-"""In place of a choice where nothing fits."""
+"""The choice of an interval that nothing fits."""
 
 in_slots = njit(inline="always")(slots_up)
 
@@ -41,9 +41,9 @@ class Table(NamedTuple):
     Attributes:
         numbers: the chain.
         quantum: bytes of a slot.
-        values: ``(L (L + 1) / 2, slots + 1)``, ``C(s, t, m) + prefix_s[s]``. With the
-            prefix in it, the sum of forwards in ``C_ck`` drops out, and a candidate is
-            one addition of two rows. A row never increases with ``m``.
+        values: ``(L (L + 1) / 2, slots + 1)``, ``C(s, t, m) + prefix_s[s]`` in seconds. Because the
+            prefix is included, the sum of forwards in ``C_ck`` cancels, and a candidate is one
+            addition of two rows. A row never increases with ``m``.
         first: ``(L (L + 1) / 2,)``, the first ``m`` with a finite entry.
     """
 
@@ -54,7 +54,10 @@ class Table(NamedTuple):
 
 
 def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
-    """The table of a chain. ``O(L³ slots)``, on as many cores as ``thread_count`` says."""
+    """Return the table of a chain, with ``slots`` slots of ``quantum`` bytes. ``O(L³ slots)``.
+
+    It is computed by as many threads as ``thread_count`` returns.
+    """
     count = numbers.gradient.size
     rows = count * (count + 1) // 2
     values, first = np.empty((rows, slots + 1)), np.empty(rows, dtype=np.int64)
@@ -68,41 +71,41 @@ def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
 
 
 def last_filled(table: Table, numbers: Numbers) -> Table:
-    """A copy with other sizes for what is kept, which count where the last stage is within."""
-    own = table._replace(numbers=numbers, values=table.values.copy(), first=table.first.copy())
+    """Return a copy whose intervals that end with the last stage use the sizes of ``numbers``."""
+    copy = table._replace(numbers=numbers, values=table.values.copy(), first=table.first.copy())
     count, end = numbers.gradient.size, table.values.shape[1]
     for s in range(count - 2, -1, -1):
         row = row_of.py_func(s, count - 1, count)  # type: ignore[attr-defined]
-        own.values[row] = np.inf
-        begin = _try_all(own, s, count - 1, end)
-        begin = _try_cuts(own, s, count - 1, s + 1, count, begin)
-        own.values[row, begin:] -= numbers.prefix_s[s]
-        own.first[row] = min(begin, end)
-    return own
+        copy.values[row] = np.inf
+        begin = _try_all(copy, s, count - 1, end)
+        begin = _try_cuts(copy, s, count - 1, s + 1, count, begin)
+        copy.values[row, begin:] -= numbers.prefix_s[s]
+        copy.first[row] = min(begin, end)
+    return copy
 
 
 @njit(inline="always")
 def row_of(s: int, t: int, count: int) -> int:
-    """Row of interval ``(s, t)`` among those of ``count`` stages."""
+    """Return the row of interval ``(s, t)`` in a table of ``count`` stages."""
     return s * count - s * (s - 1) // 2 + t - s
 
 
 @njit(inline="always")
 def all_bytes(n: Numbers, s: int, t: int, option: int) -> int:
-    """Least memory of ``F_all s`` and ``B s`` around ``(s + 1, t)``: ``m_all``."""
+    """Return ``m_all``, the memory of ``F_all s`` and ``B s`` before and after ``(s + 1, t)``."""
     nbytes: int = max(n.gradient[t] + n.keep[s, option], n.back[s, option])
     return nbytes
 
 
 @njit(inline="always")
 def ck_bytes(n: Numbers, s: int, cut: int, t: int) -> int:
-    """Least memory of ``F_ck s, F_none s + 1 … cut - 1``: ``m_none``, of these forwards only."""
+    """Return ``m_none``, the memory of the forwards ``F_ck s, F_none s + 1 … cut - 1``."""
     nbytes: int = n.gradient[t] + n.sweep[s, cut]
     return nbytes
 
 
 def added_bytes(n: Numbers, s: int, choice: int) -> int:
-    """What a choice holds beside boundary ``s`` while the rest of its interval runs."""
+    """Return the bytes that a choice adds to boundary ``s`` while its interval runs on."""
     if choice > s:
         return int(n.step[s, choice])
     return int(n.saved[s, 0 if choice == s else -1 - choice])
@@ -110,13 +113,13 @@ def added_bytes(n: Numbers, s: int, choice: int) -> int:
 
 @njit(inline="always")
 def leaf_ways(n: Numbers, s: int) -> int:
-    """How many ways there are to run stage ``s`` alone."""
+    """Return the number of ways to run the interval ``(s, s)``."""
     return 2 if s < n.gradient.size - 1 else 1 + n.backward_s.shape[1]
 
 
 @njit(inline="always")
 def leaf_way(n: Numbers, s: int, way: int) -> tuple[int, int, float]:
-    """One of them: the choice, its bytes and its seconds."""
+    """Return a way to run the interval ``(s, s)``: its choice, bytes and seconds."""
     if way < 2:
         return s + way, n.leaf_bytes[s, way], n.leaf_s[s, way]
     takes = n.prefix_s[s + 1] - n.prefix_s[s] + n.backward_s[s, way - 1]
@@ -125,7 +128,7 @@ def leaf_way(n: Numbers, s: int, way: int) -> tuple[int, int, float]:
 
 @njit(inline="always")
 def _fill_leaf(table: Table, s: int) -> None:
-    """Row ``(s, s)``: Eq. (1)."""
+    """Fill row ``(s, s)`` by Eq. (1)."""
     n = table.numbers
     row = row_of(s, s, n.gradient.size)
     values = table.values[row]
@@ -143,7 +146,7 @@ def _fill_leaf(table: Table, s: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _try_all(table: Table, s: int, t: int, begin: int) -> int:
-    """Lower row ``(s, t)`` to ``C_all``; returns its first finite entry, ``begin`` so far."""
+    """Lower row ``(s, t)`` to ``C_all``, and return its first finite entry, ``begin`` so far."""
     n, values = table.numbers, table.values
     row, inner = row_of(s, t, n.gradient.size), row_of(s + 1, t, n.gradient.size)
     for k in range(n.backward_s.shape[1]):
@@ -163,11 +166,11 @@ def _try_all(table: Table, s: int, t: int, begin: int) -> int:
 def _lower_block(out: Floats, late: Floats, early: Floats, begin: int) -> None:
     """Lower ``BLOCK`` entries to the sum of two rows, unless none of them can be lower.
 
-    Rows never increase: the least sum is the last one, the greatest entry the first.
+    Rows never increase, so the least sum is the last one, and the greatest entry the first.
     """
     last = begin + BLOCK - 1
     if late[last] + early[last] < out[begin]:
-        for i in range(BLOCK):  # a constant, so that vectors are used
+        for i in range(BLOCK):  # a constant trip count, so that the loop is vectorized
             k = begin + i
             value = late[k] + early[k]
             out[k] = value if value < out[k] else out[k]
@@ -183,8 +186,8 @@ def lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
             value = late[k] + early[k]
             out[k] = value if value < out[k] else out[k]
         return
-    # What the blocks leave over, with some entries twice. It comes first: once a block has
-    # lowered those entries, the first of them is not the greatest any more.
+    # The last block covers the remainder and overlaps with the others. It comes first: once a
+    # block has lowered some of its entries, the first of them need not be the greatest.
     _lower_block(out, late, early, size - BLOCK)
     for block in range(blocks):
         if out[block * BLOCK] <= bound:
@@ -194,7 +197,7 @@ def lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
 
 @njit(cache=True, nogil=True)
 def _try_cuts(table: Table, s: int, t: int, from_cut: int, to_cut: int, begin: int) -> int:
-    """Lower row ``(s, t)`` to ``C_ck`` of a half-open range of cuts; see ``_try_all``."""
+    """Lower row ``(s, t)`` to ``C_ck`` of a half-open range of cuts, and return as ``_try_all``."""
     n, values, first = table.numbers, table.values, table.first
     count = n.gradient.size
     out = values[row_of(s, t, count)]
@@ -220,13 +223,14 @@ def _try_cuts(table: Table, s: int, t: int, from_cut: int, to_cut: int, begin: i
 
 @njit(cache=True, nogil=True)
 def _fill_tile(table: Table, s0: int, t0: int) -> None:
-    """Rows ``(s, t)`` with ``s`` in the tile at ``s0`` and ``t`` in the one at ``t0``.
+    """Fill rows ``(s, t)`` with ``s`` in the tile at ``s0`` and ``t`` in the tile at ``t0``.
 
-    Requires: all tiles between are filled.
+    Cuts in tiles strictly between come first, one tile of cuts at a time: all rows of this tile
+    then read the same rows from the cache. Cuts in the two tiles at the ends read rows of this tile
+    itself, and are computed row by row.
 
-    Cuts in tiles strictly between come first, one tile of cuts at a time: all rows of
-    this tile read the same rows then, out of the cache. Cuts in the two tiles at the
-    ends read rows of this very tile and follow row by row.
+    Requires:
+        All tiles between are filled.
     """
     count, end = table.numbers.gradient.size, table.values.shape[1]
     s1 = min(s0 + TILE, count)
@@ -255,9 +259,10 @@ def _fill_tile(table: Table, s0: int, t0: int) -> None:
 
 
 def _fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
-    """Eq. (2) for the tiles ``begin, begin + stride, …`` of one diagonal of tiles.
+    """Fill the tiles ``begin, begin + stride, …`` of one diagonal of tiles by Eq. (2).
 
-    Requires: all diagonals of lesser ``distance`` are filled.
+    Requires:
+        All diagonals of smaller ``distance`` are filled.
     """
     tiles = slots_up(table.numbers.gradient.size, TILE)
     for tile in range(begin, tiles - distance, stride):
@@ -266,7 +271,7 @@ def _fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
 
 @njit(cache=True, nogil=True)
 def choose(table: Table, s: int, t: int, m: int) -> int:
-    """The choice behind entry ``m`` of row ``(s, t)``, by comparing the same sums again."""
+    """Return the choice that gives entry ``m`` of row ``(s, t)``, by computing its sums again."""
     n, values, quantum = table.numbers, table.values, table.quantum
     count = n.gradient.size
     want = values[row_of(s, t, count), m]
@@ -297,10 +302,15 @@ def choose(table: Table, s: int, t: int, m: int) -> int:
 
 @njit(cache=True, nogil=True)
 def read_out(table: Table, outer: Table, slots: int) -> Ints:
-    """The schedule of the whole chain with ``slots`` free beside boundary 0: Algorithm 2.
+    """Read the schedule of the whole chain from its table: Algorithm 2.
 
-    ``outer`` has the values of intervals that end with the last stage. Returns codes as of
-    ``ir.schedule``; nothing if no choice explains the value of some interval.
+    Args:
+        table: the table of all intervals.
+        outer: the table of the intervals that end with the last stage.
+        slots: number of free slots, in addition to boundary 0.
+
+    Returns:
+        Codes as in ``ir.schedule``; empty if no choice gives the value of some interval.
     """
     last = table.numbers.gradient.size - 1
     codes = np.empty(8 * (last + 1), dtype=np.int64)
@@ -316,9 +326,9 @@ def read_out(table: Table, outer: Table, slots: int) -> Ints:
             codes[size] = s * KINDS + BACKWARD
             size += 1
             continue
-        own = outer if t == last else table
-        n = own.numbers
-        choice = choose(own, s, t, m)
+        source = outer if t == last else table
+        n = source.numbers
+        choice = choose(source, s, t, m)
         if choice == NO_CHOICE:
             return codes[:0]
         if choice <= s:
@@ -328,7 +338,7 @@ def read_out(table: Table, outer: Table, slots: int) -> Ints:
             todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = s, s - 1, 0
             waiting += 1
             if s < t:
-                left = m - in_slots(n.saved[s, option], own.quantum)
+                left = m - in_slots(n.saved[s, option], source.quantum)
                 todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = s + 1, t, left
                 waiting += 1
             continue
@@ -344,7 +354,7 @@ def read_out(table: Table, outer: Table, slots: int) -> Ints:
             size += 1
         todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = s, choice - 1, m
         waiting += 1
-        left = m - in_slots(n.step[s, choice], own.quantum)
+        left = m - in_slots(n.step[s, choice], source.quantum)
         todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = choice, t, left
         waiting += 1
     return codes[:size]

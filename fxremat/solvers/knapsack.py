@@ -1,15 +1,15 @@
-"""One plan for each region of a step that was captured in pieces, within one budget.
+"""Chooses one plan for each region of a step that was captured in pieces, within one budget.
 
 A step calls its regions one after the other, and their backwards in the opposite order. Whatever a
-region holds over the turn is there during all that comes between its forward and its backward, so
-each choice bears on later calls by the sum of what earlier ones hold, and by nothing else: a
-knapsack whose items must be taken in order (Bellman, Dynamic Programming, 1957). States are pairs
-(bytes held so far, cost), and of those that no other beats in both all are kept, up to a number.
+region holds at the loss point exists from its forward to its backward. So each choice affects later
+calls by the sum of the bytes held by earlier ones, and by nothing else: a knapsack whose items must
+be taken in order (Bellman, Dynamic Programming, 1957). States are pairs (bytes held so far, cost).
+All pairs that no other beats in both are kept, up to a maximum number.
 
-Host memory that choices take is a second resource. Where the fastest take more than there is, a
-byte of it costs seconds, as many as lead to the fastest that take no more (Lagrange's relaxation:
-Everett, Generalized Lagrange multiplier method, Operations Research, 1963); the least that do is
-found exactly, so where any choices fit, some are found.
+Host memory that choices take is a second resource. Where the fastest take more than there is, each
+byte of it is given a price in seconds, high enough that the fastest choices take no more
+(Lagrangian relaxation: Everett, Generalized Lagrange multiplier method, Operations Research, 1963).
+The choices of least host memory are computed exactly, so if any choices fit, some are found.
 
 With n calls of c choices and at most s states a pass takes O(n · c · s · log s).
 """
@@ -26,7 +26,8 @@ import numpy.typing as npt
 N = TypeVar("N", int, npt.NDArray[np.int64])
 
 MOST_STATES = 2048
-"""Pairs that are kept after a call: more are thinned out, evenly over the bytes."""
+"""Maximum number of pairs after a call. If there are more, some are dropped, evenly over the
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,11 @@ class Choice:
     """One plan of a region.
 
     Attributes:
-        held_bytes: that its forward leaves for its backward, outputs included.
-        forward_bytes: most that its forward allocates.
-        backward_bytes: most that there is of it in its backward, what the forward left included.
-        seconds: of both.
-        host_bytes: of host memory that it takes over the turn, where that is limited.
+        held_bytes: bytes that its forward leaves for its backward, including outputs.
+        forward_bytes: most bytes that its forward allocates.
+        backward_bytes: most bytes of it in its backward, including what the forward left.
+        seconds: time of forward and backward.
+        host_bytes: bytes of host memory that it takes at the loss point, where that is limited.
     """
 
     held_bytes: int
@@ -50,14 +51,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a region, and what is there beside what regions hold.
+    """A call of a region, and the bytes that exist in addition to what regions hold.
 
     Attributes:
-        choices: its plans.
-        forward_bytes: when the forward begins.
-        after_bytes: most from its end to the next call.
-        backward_bytes: when the backward begins.
-        before_bytes: most from the backward's end to the next call.
+        choices: plans of the region.
+        forward_bytes: bytes when the forward begins.
+        after_bytes: most bytes from the forward's end to the next call.
+        backward_bytes: bytes when the backward begins.
+        before_bytes: most bytes from the backward's end to the next call.
     """
 
     choices: tuple[Choice, ...]
@@ -67,11 +68,11 @@ class Call:
     before_bytes: int
 
     def peak_bytes(self, choice: Choice, held_bytes: N) -> N:
-        """Most from its forward to the next, and from its backward to the next.
+        """Return the most bytes from its forward to the next, and from its backward to the next.
 
         Args:
-            choice: one of its own.
-            held_bytes: by earlier calls, or several sums that these may come to.
+            choice: one of the call's choices.
+            held_bytes: bytes that earlier calls hold: one sum, or an array of possible sums.
         """
         return held_bytes + max(
             self.forward_bytes + choice.forward_bytes,
@@ -86,10 +87,10 @@ class Solution:
     """A choice for each call.
 
     Attributes:
-        chosen: indices.
-        peak_bytes: of the step.
-        seconds: of all regions.
-        host_bytes: of host memory that they take together.
+        chosen: index of each choice.
+        peak_bytes: peak of the step.
+        seconds: time of all regions.
+        host_bytes: bytes of host memory that all of them take.
     """
 
     chosen: tuple[int, ...]
@@ -101,85 +102,86 @@ class Solution:
 def solve(
     calls: Sequence[Call], *, budget_bytes: int, host_bytes: int | None = None
 ) -> Solution | None:
-    """The fastest choices within a budget; ``None``: there are none.
+    """Find the fastest choices within a budget; ``None`` if none fit.
 
     Args:
-        calls: of the step.
-        budget_bytes: what its peak must not exceed.
-        host_bytes: most host memory; what is found then is the fastest, or as fast as any that a
-            price for a byte of it leads to. ``None``: as much as it takes.
+        calls: calls of the step.
+        budget_bytes: largest peak of the step.
+        host_bytes: largest amount of host memory; ``None``: unlimited. If it is the binding limit,
+            the result is the best one that some price per byte of host memory leads to.
     """
     fast = _cheapest(calls, budget_bytes, lambda choice: choice.seconds)
     if fast is None or host_bytes is None or fast.host_bytes <= host_bytes:
         return fast
-    found = _cheapest(calls, budget_bytes, lambda choice: choice.host_bytes)
-    if found is None or found.host_bytes > host_bytes:
+    within = _cheapest(calls, budget_bytes, lambda choice: choice.host_bytes)
+    if within is None or within.host_bytes > host_bytes:
         return None
     while True:
-        price_s = (found.seconds - fast.seconds) / (fast.host_bytes - found.host_bytes)
+        price_s = (within.seconds - fast.seconds) / (fast.host_bytes - within.host_bytes)
         now = _cheapest(calls, budget_bytes, _priced(max(0.0, price_s)))
         assert now is not None
-        if now.host_bytes <= host_bytes and now.seconds < found.seconds:
-            found = now
+        if now.host_bytes <= host_bytes and now.seconds < within.seconds:
+            within = now
         elif now.host_bytes > host_bytes and now.host_bytes < fast.host_bytes:
             fast = now
         else:
-            return found
+            return within
 
 
 def least(calls: Sequence[Call], *, host_bytes: int | None = None) -> Solution:
-    """The choices of the least peak, with at most so much host memory."""
+    """Find the choices of the least peak, with at most ``host_bytes`` of host memory."""
 
     def cost(call: Call, choice: Choice, held_bytes: _Bytes, so_far: _Costs) -> _Costs:
         return np.maximum(so_far, call.peak_bytes(choice, held_bytes))
 
-    found = _best(calls, cost)
-    assert found is not None  # nothing is left out
-    if host_bytes is None or found.host_bytes <= host_bytes:
-        return found
-    below, found = found.peak_bytes - 1, _solution(calls, [len(c.choices) - 1 for c in calls])
-    while found.peak_bytes - below > 1:  # a larger budget never takes more of the host
-        middle = (below + found.peak_bytes) // 2
+    best = _minimized(calls, cost)
+    assert best is not None  # all costs are finite
+    if host_bytes is None or best.host_bytes <= host_bytes:
+        return best
+    below, best = best.peak_bytes - 1, _solution(calls, [len(c.choices) - 1 for c in calls])
+    while best.peak_bytes - below > 1:  # a larger budget never needs more host memory
+        middle = (below + best.peak_bytes) // 2
         now = _cheapest(calls, middle, lambda choice: choice.host_bytes)
         if now is None or now.host_bytes > host_bytes:
             below = middle
         else:
-            found = now
-    return found
+            best = now
+    return best
 
 
 def peak_bytes(calls: Sequence[Call], chosen: Sequence[int]) -> int:
-    """The peak of a step with a choice for each call."""
+    """Return the peak of a step with a choice for each call."""
     return _solution(calls, chosen).peak_bytes
 
 
 def rooms(calls: Sequence[Call], chosen: Sequence[int]) -> list[int]:
-    """The most that there is beside what is held at its end, from each call's forward to its
-    backward, where the others are as chosen.
+    """Return for each call the most further bytes between its forward and its backward.
+
+    They exist in addition to what this and earlier regions hold when its forward ends.
     """
     held = [call.choices[i].held_bytes for call, i in zip(calls, chosen, strict=True)]
-    found, most_bytes = [0] * len(calls), calls[-1].after_bytes
+    rooms_bytes, most_bytes = [0] * len(calls), calls[-1].after_bytes
     for k in reversed(range(len(calls))):
         call, choice = calls[k], calls[k].choices[chosen[k]]
-        found[k] = max(most_bytes, call.after_bytes, call.backward_bytes)
-        most_bytes = max(found[k] + held[k], call.peak_bytes(choice, 0))
-    return found
+        rooms_bytes[k] = max(most_bytes, call.after_bytes, call.backward_bytes)
+        most_bytes = max(rooms_bytes[k] + held[k], call.peak_bytes(choice, 0))
+    return rooms_bytes
 
 
 def _cheapest(
-    calls: Sequence[Call], budget_bytes: int, of: Callable[[Choice], float]
+    calls: Sequence[Call], budget_bytes: int, cost_of: Callable[[Choice], float]
 ) -> Solution | None:
-    """Choices within a budget whose costs are the least together; ``None``: there are none."""
+    """Find the choices within a budget with the least sum of costs; ``None`` if there are none."""
 
     def cost(call: Call, choice: Choice, held_bytes: _Bytes, so_far: _Costs) -> _Costs:
         fits = call.peak_bytes(choice, held_bytes) <= budget_bytes
-        return np.where(fits, so_far + of(choice), np.inf)
+        return np.where(fits, so_far + cost_of(choice), np.inf)
 
-    return _best(calls, cost)
+    return _minimized(calls, cost)
 
 
 def _priced(price_s: float) -> Callable[[Choice], float]:
-    """Seconds, and so many for each byte of host memory."""
+    """Return the cost that charges each byte of host memory ``price_s`` seconds."""
     return lambda choice: choice.seconds + price_s * choice.host_bytes
 
 
@@ -188,12 +190,13 @@ _Costs = npt.NDArray[np.float64]
 _Indices = npt.NDArray[np.int64]
 
 _Cost = Callable[[Call, Choice, _Bytes, _Costs], _Costs]
-"""Of all states with one more choice, from those without; infinite: that cannot be."""
+"""Computes the costs of all states with one more choice from the costs without it; infinite if
+infeasible."""
 
 
-def _best(calls: Sequence[Call], cost: _Cost) -> Solution | None:
+def _minimized(calls: Sequence[Call], cost: _Cost) -> Solution | None:
     held, costs = np.zeros(1, np.int64), np.zeros(1)
-    steps: list[_Indices] = []  # by call and state: the choice, the state before
+    steps: list[_Indices] = []  # for each call and state: the choice, and the previous state
     for call in calls:
         before = np.arange(len(held))
         reached = [
@@ -206,16 +209,18 @@ def _best(calls: Sequence[Call], cost: _Cost) -> Solution | None:
         steps.append(np.stack((chosen[kept], np.tile(before, len(reached))[kept])))
     if not len(held):
         return None
-    state, found = int(np.argmin(costs)), []
+    state, chosen_backwards = int(np.argmin(costs)), []
     for step in reversed(steps):
         index, state = step[:, state].tolist()
-        found.append(index)
-    return _solution(calls, found[::-1])
+        chosen_backwards.append(index)
+    return _solution(calls, chosen_backwards[::-1])
 
 
 def _kept(held_bytes: _Bytes, costs: _Costs) -> _Indices:
-    """States that no other beats in both, by ascending bytes; not more than so many of them,
-    evenly over the bytes, the first and the last among them.
+    """Return the states that no other beats in both, by ascending bytes.
+
+    If there are more than ``MOST_STATES``, return the first, the last, and others evenly over the
+    bytes.
     """
     order: _Indices = np.lexsort((costs, held_bytes))
     least = np.minimum.accumulate(np.concatenate(([np.inf], costs[order])))
@@ -225,7 +230,7 @@ def _kept(held_bytes: _Bytes, costs: _Costs) -> _Indices:
     held = held_bytes[order]
     width = (held[-1] - held[0]) / (MOST_STATES - 2)
     stretch = ((held - held[0]) / width).astype(np.int64)
-    last = np.append(stretch[1:] != stretch[:-1], True)  # the cheapest of a stretch
+    last = np.append(stretch[1:] != stretch[:-1], True)  # the cheapest of each stretch
     last[0] = True
     thinned: _Indices = order[last]
     return thinned

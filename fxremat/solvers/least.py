@@ -1,7 +1,7 @@
-"""Least memory of every interval of a chain, in bytes: what is left when slots are too coarse.
+"""Least memory of every interval of a chain in bytes, for budgets that slots are too coarse for.
 
-Eq. (1) and (2) of ``rotor`` with the greatest of the parts' memory in place of the sum of times,
-compiled by numba. Choices are numbers as in ``kernels``.
+These are Eq. (1) and (2) of ``rotor`` with the maximum of the parts' memory in place of the sum of
+times, compiled by numba. Choices are numbers as in ``kernels``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from fxremat.jit import njit
 from fxremat.solvers.kernels import NO_CHOICE, all_bytes, ck_bytes, leaf_way, leaf_ways
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 
-ANY_BYTES = cast(int, np.int64(-1))  # no literal, for which functions would be compiled anew
-"""Available to a choice that is to need as little as it can."""
+ANY_BYTES = cast(int, np.int64(-1))  # a literal would make numba compile its callers again
+"""Number of available bytes that asks for the choice of least memory."""
 
 _MOST = np.iinfo(np.int64).max
 
@@ -25,7 +25,7 @@ class Least(NamedTuple):
 
     Attributes:
         numbers: the chain.
-        memory: ``(L, L)``, bytes beside boundary ``s``.
+        memory: ``(L, L)``, bytes in addition to boundary ``s``.
         seconds: ``(L, L)``, time of a schedule that needs no more.
         choice: ``(L, L)``, the choice of that schedule.
     """
@@ -37,7 +37,7 @@ class Least(NamedTuple):
 
     @staticmethod
     def of(numbers: Numbers) -> Least:
-        """Of all intervals. ``O(L³)``."""
+        """Compute the least memory of all intervals in ``O(L³)``."""
         shape = numbers.gradient.size, numbers.gradient.size
         memory, choice = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         least = Least(numbers, memory, np.zeros(shape), choice)
@@ -46,16 +46,16 @@ class Least(NamedTuple):
 
     @property
     def root_bytes(self) -> int:
-        """Of the whole chain."""
+        """Return the least memory of the whole chain."""
         return int(self.memory[0, -1])
 
 
 @njit(inline="always")
 def is_better(needs: int, takes: float, limit: int, best_s: float, tightens: bool) -> bool:
-    """Whether a choice is better than one of ``best_s`` seconds.
+    """Return whether a choice is better than the best so far, which takes ``best_s`` seconds.
 
-    It may need ``limit`` bytes: where less memory is better than less time (``tightens``) those
-    of the best so far.
+    The choice may need ``limit`` bytes. If ``tightens``, less memory is better than less time, and
+    ``limit`` are the bytes of the best so far.
     """
     if takes == np.inf:
         return False
@@ -64,8 +64,10 @@ def is_better(needs: int, takes: float, limit: int, best_s: float, tightens: boo
 
 @njit(cache=True, nogil=True)
 def choose_least(least: Least, s: int, t: int, available: int) -> tuple[int, int, float]:
-    """Of the choices that need at most ``available`` bytes, the fastest; of all that which
-    needs least, and then takes least, for ``ANY_BYTES``: with its bytes and seconds.
+    """Choose the fastest way to run an interval within ``available`` bytes.
+
+    For ``ANY_BYTES``, choose a way of least memory, and of these the fastest. Returns the choice,
+    its bytes and its seconds.
     """
     n, memory, seconds = least.numbers, least.memory, least.seconds
     tightens = available == ANY_BYTES
@@ -74,7 +76,7 @@ def choose_least(least: Least, s: int, t: int, available: int) -> tuple[int, int
     if s == t:
         for way in range(leaf_ways(n, s)):
             choice, needs, takes = leaf_way(n, s, way)
-            # Of ways that need as little, the first.
+            # Of ways of equal memory, the first is chosen.
             if is_better(needs, takes, limit, -np.inf if tightens else best[2], tightens):
                 best = choice, needs, takes
                 limit = needs if tightens else limit

@@ -1,4 +1,4 @@
-"""All solvers by name, and one way to call them; each is loaded when it is first asked for."""
+"""All solvers by name, and one way to call them. Each is imported when it is first requested."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from fxremat.ir import JoinProblem, Problem, Solution
 
 SOLVERS = {
     "store_all": "store_all",
-    "periodic": "periodic",
-    "revolve": "revolve",
+    "periodic": "papers.periodic",
+    "revolve": "papers.revolve",
     "rotor": "rotor",
     "join": "join",
     "equiv_chain": "join.equiv",
-    "pofo": "pofo",
-    "greedy": "offload.greedy",
-    "dynprog": "offload.dp",
-    "vdnn": "offload.vdnn",
-    "conv": "offload.conv",
-    "cpsat": "cpsat.chain",
-    "cpsat_join": "cpsat.join",
-    "cpsat_offload": "cpsat.offload",
+    "pofo": "papers.pofo",
+    "greedy": "papers.offload.greedy",
+    "dynprog": "papers.offload.dp",
+    "vdnn": "papers.offload.vdnn",
+    "conv": "papers.offload.conv",
+    "cpsat": "papers.cpsat.chain",
+    "cpsat_join": "papers.cpsat.join",
+    "cpsat_offload": "papers.cpsat.offload",
 }
-"""Names of solvers, and the module of each in ``fxremat.solvers``, which says what it finds."""
+"""For each name of a solver, its module in ``fxremat.solvers``, whose docstring says what it
+finds."""
 
 JOIN_SOLVERS = ("join", "equiv_chain", "cpsat_join")
-"""Solvers of a ``JoinProblem``; ``join`` and ``equiv_chain`` take a ``Problem`` as well."""
+"""Solvers of a ``JoinProblem``; ``join`` and ``equiv_chain`` accept a ``Problem`` as well."""
 
 
 def solver(name: str) -> Callable[..., Solution]:
-    """The solver of a name: of a problem, and options by name.
+    """Return the solver with a name, a function of a problem and keyword options.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: there is no such solver.
     """
     if name not in SOLVERS:
         refuse("solver", name, f"one of {', '.join(SOLVERS)}")
@@ -45,35 +46,35 @@ def solver(name: str) -> Callable[..., Solution]:
 
 
 def solve(name: str, problem: Problem | JoinProblem, /, **options: Any) -> Solution:
-    """Find a schedule by one of the papers' algorithms; torch is not needed.
+    """Find a schedule with one of the papers' algorithms, without torch.
 
     Args:
         name: ``"rotor"``, ``"revolve"``, ``"pofo"``, ``"join"``, ``"dynprog"`` or another name in
             ``fxremat.solvers.named.SOLVERS``.
         problem: an ``fxremat.ir.Problem``: a chain of stages, their costs in bytes and seconds, and
-            a budget in bytes, as ``Problem(plan.chain, plan.costs, budget_bytes)`` has them of a
-            plan; or an ``fxremat.ir.JoinProblem`` of branches that meet in a trunk.
-        **options: of that solver, such as ``slots=2000``; ``fxremat.solvers`` has what each takes.
+            a budget in bytes. ``Problem(plan.chain, plan.costs, budget_bytes)`` is that of a plan.
+            Or an ``fxremat.ir.JoinProblem`` of branches that meet in a trunk.
+        **options: options of that solver, such as ``slots=2000``; see its module.
 
-    Returns ``Solved`` with a schedule and its seconds, ``Infeasible`` with the least budget of such
-    schedules in bytes, or ``TimedOut`` with the best schedule so far and a bound in seconds.
+    Returns:
+        ``Solved`` with a schedule and its seconds, ``Infeasible`` with the least budget of such
+        schedules in bytes, or ``TimedOut`` with the best schedule so far and a lower bound in
+        seconds.
 
     Raises:
-        ArgumentError: there is no such solver, it solves no such problem, has no such option, or
-            sizes are too large to add up.
+        ArgumentError: there is no such solver, it does not solve such a problem or has no such
+            option, or sizes are too large to add up.
     """
-    found = solver(name)
+    solve_named = solver(name)
     _check_kind(name, problem)
-    known = inspect.signature(found).parameters
+    parameters = inspect.signature(solve_named).parameters
     for option, value in options.items():
-        if option not in known:
-            raise ArgumentError(
-                f"{name} has no option {option!r}: it takes {', '.join([*known][1:]) or 'none'}",
-                argument=option,
-                value=value,
-            )
+        if option not in parameters:
+            names = ", ".join([*parameters][1:]) or "none"
+            message = f"{name} has no option {option!r}: it takes {names}"
+            raise ArgumentError(message, argument=option, value=value)
     try:
-        return found(problem, **options)
+        return solve_named(problem, **options)
     except ValueError as error:
         if isinstance(error, FxrematError):
             raise
@@ -81,7 +82,7 @@ def solve(name: str, problem: Problem | JoinProblem, /, **options: Any) -> Solut
 
 
 def _check_kind(name: str, problem: object) -> None:
-    """Raise ``ArgumentError`` unless the solver ``name`` solves problems such as ``problem``."""
+    """Raise ``ArgumentError`` unless solver ``name`` solves problems of this type."""
     if isinstance(problem, JoinProblem):
         able = list(JOIN_SOLVERS)
     elif isinstance(problem, Problem):
@@ -89,7 +90,7 @@ def _check_kind(name: str, problem: object) -> None:
     else:
         able = []
     if name not in able:
-        remedy = f"ask one of {', '.join(able)}" if able else "give an fxremat.ir.Problem"
+        remedy = f"use one of {', '.join(able)}" if able else "pass an fxremat.ir.Problem"
         raise ArgumentError(
             f"problem is a {type(problem).__name__}, which {name} does not solve: {remedy}",
             argument="problem",

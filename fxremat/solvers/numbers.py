@@ -15,14 +15,14 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 MOST_BYTES = 1 << 61
-"""Sums of sizes stay below this, a quarter of what an int64 holds."""
+"""Upper bound of sums of sizes, a quarter of what an int64 holds."""
 
 
 class Numbers(NamedTuple):
     """A chain of ``L`` stages as arrays; all sizes in bytes.
 
-    The four of shape ``(L, 1 + O)`` have a column for each of a stage's save options, the whole
-    saved set first; options that a stage has not take for ever.
+    Arrays of shape ``(L, 1 + O)`` have a column for each of a stage's save options, the whole saved
+    set first. Options that a stage does not have take infinite time.
 
     Attributes:
         prefix_s: ``(L + 1,)``, seconds of the forwards ``0 … i - 1``.
@@ -32,10 +32,10 @@ class Numbers(NamedTuple):
         keep: ``(L, 1 + O)``, peak of ``F_all i`` beyond its input and the gradient.
         back: ``(L, 1 + O)``, peak of ``B i`` beyond its input.
         step: ``(L, L + 1)``, what boundary ``s'`` adds to boundary ``s < s'``.
-        sweep: ``(L, L + 1)``, peak of the forwards ``s … s' - 1``, only boundary ``s``
-            kept, beyond that boundary and the gradient.
-        leaf_bytes: ``(L, 2)``, least memory of the interval ``(i, i)`` in each of its
-            two ways: at once, or the forward alone first and then a rebuild.
+        sweep: ``(L, L + 1)``, peak of the forwards ``s … s' - 1`` that keep only boundary ``s``,
+            beyond that boundary and the gradient.
+        leaf_bytes: ``(L, 2)``, least memory of the interval ``(i, i)`` in each of its two ways:
+            ``F_all`` and ``B``, or a forward by itself and a rebuild later.
         leaf_s: ``(L, 2)``, their seconds.
     """
 
@@ -52,7 +52,7 @@ class Numbers(NamedTuple):
 
 
 def numbers_of(chain: Chain, costs: Costs) -> Numbers:
-    """The arrays of a valid chain.
+    """Return the arrays of a valid chain.
 
     Raises:
         ValueError: the sizes are too large to add up.
@@ -91,7 +91,7 @@ def numbers_of(chain: Chain, costs: Costs) -> Numbers:
 
 
 def _by_option(chain: Chain, stages: Sequence[StageCosts]) -> tuple[Floats, Ints]:
-    """``backward_s``, and ``saved``, ``keep`` and ``back``, of ``Numbers``."""
+    """Return ``backward_s`` of ``Numbers``, and its ``saved``, ``keep`` and ``back``."""
     width = 1 + max(len(stage.options) for stage in stages)
     seconds = np.full((len(stages), width), np.inf)
     sizes = np.zeros((3, len(stages), width), dtype=np.int64)
@@ -106,20 +106,23 @@ def _by_option(chain: Chain, stages: Sequence[StageCosts]) -> tuple[Floats, Ints
 
 
 def unit_bytes(numbers: Numbers) -> int:
-    """The greatest common divisor of all sizes, at least 1: slots of it round nothing."""
+    """Return the greatest common divisor of all sizes, at least 1.
+
+    Slots of that size round nothing.
+    """
     sizes = [array for array in numbers if array.dtype == np.int64]
     return math.gcd(*(int(np.gcd.reduce(array, axis=None)) for array in sizes)) or 1
 
 
 def without_saved_sets(numbers: Numbers) -> Numbers:
-    """The same chain where no saved set can be held while another stage runs."""
+    """Return the same chain, in which no saved set can be held while another stage runs."""
     never = np.full((numbers.gradient.size, 1), 2 * MOST_BYTES)
     backward_s = np.ascontiguousarray(numbers.backward_s[:, :1])
     return numbers._replace(backward_s=backward_s, saved=never, keep=never, back=never)
 
 
 def most_bytes(stages: Sequence[StageCosts]) -> int:
-    """The most that any of ``stages`` needs beside storages, counted generously."""
+    """Return an upper bound on what any of ``stages`` needs in addition to storages."""
     return max(
         2 * stage.gradient_bytes
         + stage.forward_extra_bytes
@@ -131,16 +134,16 @@ def most_bytes(stages: Sequence[StageCosts]) -> int:
 
 
 def check_total(nbytes: int, *, most: int = MOST_BYTES) -> None:
-    """Raise ``ValueError`` if sums of sizes would not fit into an integer of the loops."""
+    """Raise ``ValueError`` if sums of sizes would not fit into the loops' integers."""
     if nbytes > most:
         raise ValueError(f"the sizes add up to {nbytes} bytes, more than {most}")
 
 
 def _steps(chain: Chain) -> Ints:
-    """``step`` of ``Numbers``.
+    """Return ``step`` of ``Numbers``.
 
-    A storage of boundary ``s'`` is not in boundary ``s < s'`` exactly if its run begins
-    after ``s``.
+    A storage of boundary ``s'`` is not in boundary ``s < s'`` exactly if its run begins after
+    ``s``.
     """
     count = len(chain)
     starting = np.zeros((count + 1, count + 1), dtype=np.int64)
@@ -148,14 +151,14 @@ def _steps(chain: Chain) -> Ints:
     for i, boundary in enumerate(chain.boundaries):
         for storage in set(boundary):
             starting[born.setdefault(storage, i), i] += chain.storages[storage].nbytes
-    # Σ over runs that begin after s of what they have in boundary s'.
+    # Sum over the runs that begin after s of their bytes in boundary s'.
     return np.ascontiguousarray(np.cumsum(starting[::-1], axis=0)[::-1][1:])
 
 
 def forward_peaks(step: Ints, stages: Sequence[StageCosts]) -> Ints:
-    """``(L, L)``: peak of forward ``k`` beyond boundary ``s <= k``, without gradients.
+    """Return the peaks of forwards ``k`` beyond boundary ``s <= k`` without gradients, ``(L, L)``.
 
-    It holds boundaries ``k`` and ``k + 1``, and what it needs for itself.
+    A forward holds boundaries ``k`` and ``k + 1``, and its extra bytes.
     """
-    own = np.diagonal(step, 1) + [stage.forward_extra_bytes for stage in stages]
-    return np.triu(own + step[:, :-1])
+    peaks = np.diagonal(step, 1) + [stage.forward_extra_bytes for stage in stages]
+    return np.triu(peaks + step[:, :-1])

@@ -1,4 +1,7 @@
-"""Bytes in slots: sizes round up and budgets round down, so a plan in slots fits in bytes."""
+"""Conversion of bytes to slots: sizes round up and budgets round down.
+
+So a plan that fits in slots fits in bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from fxremat.solvers.numbers import Floats
 
 
 def whole_count(count: object, *, name: str) -> int:
-    """What was given as ``name``, which must be a whole number of at least 1.
+    """Return ``count`` if it is a whole number of at least 1.
 
-    Whatever takes ``slots`` asks this before all else: the answer depends on no budget.
+    Functions with an argument ``slots`` call this first, so that errors do not depend on the
+    budget.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: it is not, and is called ``name`` in the message.
     """
     if isinstance(count, int | np.integer) and not isinstance(count, bool) and count >= 1:
         return int(count)
@@ -28,10 +32,10 @@ def whole_count(count: object, *, name: str) -> int:
 
 
 def quantum_bytes(available_bytes: int, *, slots: int) -> int:
-    """The least slot size for which ``slots`` slots hold ``available_bytes``, at least 1.
+    """Return the least slot size, at least 1, for which ``slots`` slots hold ``available_bytes``.
 
     Raises:
-        ArgumentError: ``slots`` is no whole number of at least 1.
+        ArgumentError: ``slots`` is not a whole number of at least 1.
         ValueError: ``available_bytes`` is negative.
     """
     slots = whole_count(slots, name="slots")
@@ -41,20 +45,20 @@ def quantum_bytes(available_bytes: int, *, slots: int) -> int:
 
 
 def slots_up(nbytes: int, quantum: int) -> int:
-    """Slots that a size takes: rounded up."""
+    """Return the slots that a size takes, rounded up."""
     return -(-nbytes // quantum)
 
 
 def slots_down(nbytes: int, quantum: int) -> int:
-    """Slots that a budget offers: rounded down."""
+    """Return the slots that a budget has, rounded down."""
     return nbytes // quantum
 
 
 class BudgetTable(ABC):
-    """A table with the least time for every number of slots that are free.
+    """A table of the least time for every number of free slots.
 
     Attributes:
-        max_budget_bytes: the greatest budget it answers for.
+        max_budget_bytes: the greatest budget that the table covers.
         quantum_bytes: size of a slot.
     """
 
@@ -66,15 +70,18 @@ class BudgetTable(ABC):
     @property
     @abstractmethod
     def base_bytes(self) -> int:
-        """What is held whatever the schedule."""
+        """Return the bytes held under any schedule."""
 
     @property
     @abstractmethod
     def root(self) -> Floats:
-        """``(slots + 1,)``, the least time for every number of slots free beside that."""
+        """Return the least seconds for every number of free slots, ``(slots + 1,)``.
+
+        ``base_bytes`` are not counted among the free slots.
+        """
 
     def fits(self, budget_bytes: int) -> bool:
-        """Whether the table itself, sizes rounded up, has a schedule for a budget.
+        """Return whether the table, with sizes rounded up, has a schedule for a budget.
 
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.
@@ -83,9 +90,9 @@ class BudgetTable(ABC):
         return slots >= 0 and bool(np.isfinite(self.root[slots]))
 
     def distinct_budgets(self) -> tuple[int, ...]:
-        """The budgets in bytes, ascending, at which the table's optimum improves.
+        """Return the budgets in bytes, ascending, at which the table's optimum improves.
 
-        The first is the least that ``fits``; from each to the next the optimum stays.
+        The first is the least budget that ``fits``. From each to the next the optimum is constant.
         """
         row = self.root
         better = np.flatnonzero(row[1:] < row[:-1]) + 1
@@ -93,7 +100,7 @@ class BudgetTable(ABC):
         return tuple(self.base_bytes + m * self.quantum_bytes for m in starts)
 
     def slots_of(self, budget_bytes: int) -> int:
-        """The slots that a budget leaves free, negative if it leaves none.
+        """Return the slots that a budget leaves free, negative if it leaves none.
 
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.
@@ -112,9 +119,12 @@ _Table = TypeVar("_Table", bound=BudgetTable)
 def fitting(
     build: Callable[[int], _Table], budget_bytes: int, *, slots: int, most_slots: int
 ) -> _Table:
-    """The first of some tables with ever more slots, up to eight times, that fits a budget.
+    """Build tables with one, two, four and eight times ``slots``, until one fits the budget.
 
-    The last, if none does; with slots of a byte more would not help.
+    There are never more than ``most_slots``. With slots of one byte, more would not help.
+
+    Returns:
+        The first table that fits, or the last one built.
     """
     for factor in (1, 2, 4, 8):
         if factor > 1 and slots * factor > most_slots:

@@ -1,48 +1,45 @@
 """Optimal memory-persistent recomputation of a chain.
 
-Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
-heterogeneous chains: how to train deep neural networks with limited memory" (2019),
-section 4.2.
+Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains:
+how to train deep neural networks with limited memory" (2019), section 4.2.
 
-``C(s, t, m)`` is the least time to get from the gradient after stage ``t`` to the one
-before stage ``s``, when boundary ``s`` is held and ``m`` bytes are free beside it:
+``C(s, t, m)`` is the least time to get from the gradient after stage ``t`` to the gradient before
+stage ``s``, when boundary ``s`` is held and ``m`` further bytes are free:
 
-    C(s, s, m) = forward + backward, or rebuild + backward once the turn is past  Eq. (1)
+    C(s, s, m) = forward + backward, or rebuild + backward after the loss point   Eq. (1)
     C(s, t, m) = min(C_all(s, t, m), min over s < s' <= t of C_ck(s, s', t, m))   Eq. (2)
     C_ck  = Σ forward_s[s … s' - 1] + C(s', t, m - step(s, s')) + C(s, s' - 1, m)
     C_all = min over options o of forward_s[s] + C(s + 1, t, m - saved(s, o)) + backward_s(s, o)
 
-The first cut runs ``F_ck s, F_none s + 1, …, F_none s' - 1``; its bound on ``m`` counts
-the forwards that it runs and no others. Where this departs from the paper:
+The first cut runs ``F_ck s, F_none s + 1, …, F_none s' - 1``; its bound on ``m`` counts these
+forwards and no others. Differences from the paper:
 
-* Boundaries are sets of storages. ``step(s, s')`` is what boundary ``s'`` adds to boundary
-  ``s``. That is exact, not a bound: a storage lives in a contiguous run of boundaries,
-  so what boundary ``s'`` or anything after it shares with memory held before, it shares
-  with boundary ``s'`` itself.
-* ``F_all`` keeps the whole saved set or an option's part of it (``SaveOption``), in the
-  first sweep and in recomputations alike; the paper has the whole set only.
-* The interval of the last stage has a second way: run its forward, keeping only the
-  input, and rebuild it before its backward. An exhaustive search showed it to be
-  needed: where ``rebuild_bytes`` is small it fits into less memory. With the papers'
-  costs it never does.
-* What is kept over the turn may take less memory than it has bytes (``relieved``): the
-  intervals that end with the last stage are those of the first sweep, and no others are.
+* Boundaries are sets of storages. ``step(s, s')`` is what boundary ``s'`` adds to boundary ``s``.
+  That is exact, not a bound: a storage is in a contiguous run of boundaries, so whatever boundary
+  ``s'`` or anything after it shares with memory held before, it shares with boundary ``s'`` itself.
+* ``F_all`` keeps the whole saved set or an option's part of it (``SaveOption``), both in the first
+  sweep and in recomputations. The paper only has the whole set.
+* The interval of the last stage has a second way: run its forward, keep only the input, and rebuild
+  before its backward. An exhaustive search showed that this is needed: where ``rebuild_bytes`` is
+  small it fits into less memory. With the papers' costs it never does.
+* What is kept at the loss point may take less memory than its bytes (``relieved``). The intervals
+  that end with the last stage are exactly those of the first sweep.
 
 A schedule is *memory-persistent* if
 
-* what is checkpointed (a boundary kept by ``F_ck`` or ``F_all``, a saved set) stays until
-  the backward of its stage: ``F_none`` never reads a kept boundary,
-* forwards start from the deepest boundary in memory, so none runs between ``F_all i``
-  and ``B i`` unless the gradient after stage ``i`` is still to come,
+* what is checkpointed (a boundary kept by ``F_ck`` or ``F_all``, a saved set) stays until the
+  backward of its stage: ``F_none`` never reads a kept boundary,
+* forwards start from the deepest boundary in memory, so none runs between ``F_all i`` and ``B i``
+  unless the gradient after stage ``i`` is still to come,
 * the next operation reads what ``F_none`` writes.
 
-The first is the papers' definition (section 4.1: "any checkpointed value is kept in memory
-until it is used in the backward phase"). Their Theorem 1 uses the second as if it followed.
-It does not: where gradients grow on the way back, recomputing early, beside a deeper
-checkpoint, can need less memory.
+The first condition is the papers' definition (section 4.1: "any checkpointed value is kept in
+memory until it is used in the backward phase"). Their Theorem 1 uses the second as if it followed
+from the first. It does not: where gradients grow during the backward, recomputing early, while a
+deeper checkpoint is held, can need less memory.
 
-``O(L³ slots)`` time and ``O(L² slots)`` memory; only values are kept, and a schedule is
-read off by comparing the sums again (``O(L²)``).
+Complexity: ``O(L³ slots)`` time and ``O(L² slots)`` memory. Only values are kept, and a schedule is
+read from them by computing the sums again (``O(L²)``).
 """
 
 from __future__ import annotations
@@ -70,28 +67,30 @@ from fxremat.solvers.quantize import BudgetTable, fitting, quantum_bytes, slots_
 from fxremat.solvers.sequences import base_bytes, seconds_of, walk
 
 _LARGEST_TABLE_BYTES = 1 << 29
-"""A retry with more slots stops before its table is larger than this."""
+"""Maximum size of the table of a retry with more slots."""
 
 
 def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> Solution:
-    """The fastest memory-persistent schedule within the budget; see the module for the term.
+    """Find the fastest memory-persistent schedule within the budget.
 
-    Beaumont et al. 2019, Theorem 1. ``O(L³ slots)`` time, ``O(L² slots)`` memory.
+    The module defines the term. Beaumont et al. 2019, Theorem 1. ``O(L³ slots)`` time, ``O(L²
+    slots)`` memory.
 
     Args:
         problem: the chain, its costs and the budget.
-        slots: sizes are rounded up to the budget's ``slots``-th part. The result is
-            exact where that is no more than what all sizes are multiples of.
-        tapes_late: ``B i`` comes right after ``F_all i``: no ``C_all``.
+        slots: sizes are rounded up to multiples of the budget divided by ``slots``. The result is
+            exact if that does not exceed the greatest common divisor of all sizes.
+        tapes_late: whether ``B i`` must follow directly after ``F_all i``, which excludes
+            ``C_all``.
 
     Returns:
-        ``Solved``, or ``Infeasible`` with the exact least budget of any such schedule.
-        A budget that only fits without rounding is first tried with up to eight times
-        the slots, then answered with a schedule from the least memory. A budget that fits
-        everything without rounding is never answered with more than that takes.
+        ``Solved``, or ``Infeasible`` with the exact least budget of any such schedule. If a budget
+        only fits without rounding, up to eight times the slots are tried, and after that the result
+        is a schedule derived from the least memory. If a budget fits everything without rounding,
+        the schedule never takes longer than keeping everything.
 
     Raises:
-        ArgumentError: ``slots`` is no whole number of at least 1; nothing else is looked at then.
+        ArgumentError: ``slots`` is not a whole number of at least 1. This is checked first.
         ValueError: the sizes are too large to add up.
     """
     slots = whole_count(slots, name="slots")
@@ -113,17 +112,17 @@ def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> So
         slots=slots,
         most_slots=max(slots, _LARGEST_TABLE_BYTES // (8 * rows) - 1),
     )
-    found = table.schedule(problem.budget_bytes)
-    kept = store_all.solve(problem)  # rounding must not cost a budget that fits everything
-    if tapes_late or isinstance(kept, Infeasible) or isinstance(found, Infeasible):
-        return found
-    return min(kept, found, key=lambda solved: solved.makespan_s)
+    solution = table.schedule(problem.budget_bytes)
+    kept = store_all.solve(problem)  # due to rounding, the table may miss that this fits
+    if tapes_late or isinstance(kept, Infeasible) or isinstance(solution, Infeasible):
+        return solution
+    return min(kept, solution, key=lambda solved: solved.makespan_s)
 
 
 def least_budget(chain: Chain, costs: Costs) -> tuple[int, Schedule]:
-    """The least budget of any memory-persistent schedule, exact in bytes, and one that has it.
+    """Return the exact least budget of any memory-persistent schedule, and one with that budget.
 
-    Among equal memory the lesser time is taken where the recurrence has the choice. ``O(L³)``.
+    Of choices with equal memory the recurrence takes the faster one. ``O(L³)``.
 
     Raises:
         ValueError: the chain or the costs are malformed, or too large to add up.
@@ -144,7 +143,7 @@ class RotorTable(BudgetTable):
     quantum_bytes: int
     slots: int
     _table: Table
-    _outer: Table  # of it only intervals that end with the last stage count
+    _outer: Table  # used for intervals that end with the last stage
     _least: Least
 
     @staticmethod
@@ -156,13 +155,20 @@ class RotorTable(BudgetTable):
         slots: int = 500,
         tapes_late: bool = False,
     ) -> RotorTable:
-        """Fill the table. ``O(L³ slots)``, on as many cores as ``thread_count`` says.
+        """Fill the table in ``O(L³ slots)``, with as many threads as ``thread_count`` returns.
 
-        There are fewer slots where all sizes are multiples of a greater one than asked for.
+        It has fewer slots than requested where all sizes are multiples of a larger one.
+
+        Args:
+            chain: the chain.
+            costs: its costs.
+            max_budget_bytes: the greatest budget that the table covers.
+            slots: number of slots.
+            tapes_late: as for ``solve``.
 
         Raises:
-            ArgumentError: ``slots`` is no whole number of at least 1.
-            ValueError: the chain or the costs are malformed or too large to add up.
+            ArgumentError: ``slots`` is not a whole number of at least 1.
+            ValueError: the chain or the costs are malformed, or too large to add up.
         """
         slots = whole_count(slots, name="slots")
         Problem(chain, costs, max_budget_bytes)  # validates
@@ -177,18 +183,18 @@ class RotorTable(BudgetTable):
         return RotorTable(chain, costs, max_budget_bytes, quantum, used, table, table, least)
 
     def relieved(self, away: float) -> RotorTable:
-        """The table of schedules that need not hold all that they keep over the turn.
+        """Return the table of schedules that do not hold all that they keep at the loss point.
 
-        A share of it is taken to be elsewhere whenever another stage runs: in host memory,
-        say. Such a schedule is within its budget only if that comes true. It is a base for
-        plans with transfers: it keeps more than others, and what it runs again fits beside
-        what stays. ``O(L² slots)``.
+        A share of it is assumed to be elsewhere, for example in host memory, whenever another stage
+        runs. The schedule is within its budget only if that holds. It is a base for plans with
+        transfers: it keeps more than others, and its recomputations fit in addition to what stays
+        in memory. ``O(L² slots)``.
 
         Args:
-            away: the share, from 0 (this very table) to 1.
+            away: the share, from 0 (this table) to 1.
 
         Raises:
-            ValueError: it is not between 0 and 1.
+            ValueError: ``away`` is not from 0 to 1.
         """
         if not 0.0 <= away <= 1.0:
             raise ValueError(f"away is {away}, must be a share from 0 to 1")
@@ -201,18 +207,18 @@ class RotorTable(BudgetTable):
 
     @property
     def base_bytes(self) -> int:
-        """What is held whatever the schedule: ``fixed_bytes`` and boundary 0."""
+        """Return the bytes held under any schedule: ``fixed_bytes`` and boundary 0."""
         return base_bytes(self.chain, self.costs)
 
     @property
     def least_budget_bytes(self) -> int:
-        """The exact least budget of any memory-persistent schedule."""
+        """Return the exact least budget of any memory-persistent schedule."""
         return self.base_bytes + self._least.root_bytes
 
     def schedule(self, budget_bytes: int) -> Solved | Infeasible:
-        """The fastest schedule for a budget; ``O(L²)``.
+        """Return the fastest schedule for a budget in ``O(L²)``.
 
-        A budget that suffices only without rounding gets a schedule from the least memory.
+        A budget that suffices only without rounding gets a schedule derived from the least memory.
 
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.
@@ -229,20 +235,20 @@ class RotorTable(BudgetTable):
 
     @property
     def root(self) -> Floats:
-        """``(slots + 1,)``, the least time for every number of slots free beside boundary 0."""
+        """Return the least seconds for every number of free slots, ``(slots + 1,)``."""
         row: Floats = self._outer.values[len(self.chain) - 1]
         return row
 
     def codes(self, budget_bytes: int) -> Codes:
-        """``schedule`` as ``ir.schedule`` has it, for a budget that the table ``fits``.
+        """Return ``schedule`` as codes of ``ir.schedule``, for a budget that the table ``fits``.
 
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.
         """
-        found: Codes = read_out(self._table, self._outer, self.slots_of(budget_bytes))
-        if not found.size:
-            raise AssertionError(f"no choice explains the table's value for {budget_bytes} bytes")
-        return found
+        codes: Codes = read_out(self._table, self._outer, self.slots_of(budget_bytes))
+        if not codes.size:
+            raise AssertionError(f"no choice gives the table's value for {budget_bytes} bytes")
+        return codes
 
 
 def _numbers(chain: Chain, costs: Costs, tapes_late: bool) -> Numbers:
@@ -251,7 +257,7 @@ def _numbers(chain: Chain, costs: Costs, tapes_late: bool) -> Numbers:
 
 
 def _least_ops(least: Least, available_bytes: int) -> list[Compute]:
-    """A schedule within ``available_bytes``, which are at least what is needed."""
+    """Return a schedule within ``available_bytes``, which is at least the least memory."""
 
     def pick(s: int, t: int, m: int) -> tuple[int, int, int]:
         choice, _, _ = choose_least(least, s, t, m)
@@ -261,5 +267,5 @@ def _least_ops(least: Least, available_bytes: int) -> list[Compute]:
 
 
 def _staying(nbytes: Ints, away: float) -> Ints:
-    """``nbytes`` without a share of them."""
+    """Return ``nbytes`` reduced by the share ``away``."""
     return nbytes - (nbytes * away).astype(np.int64)

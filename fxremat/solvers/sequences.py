@@ -11,15 +11,15 @@ from fxremat.solvers.numbers import Numbers
 T = TypeVar("T")
 
 Pick = Callable[[int, int, T], tuple[int, T, T]]
-"""The choice for interval ``(s, t)``, see ``kernels``, with what is available to it; and what is to
-the interval that follows its forwards, and to the one before the cut."""
+"""Returns the choice for interval ``(s, t)``, numbered as in ``kernels``, within what is available;
+and what is then available to the interval after its forwards, and to the one before the cut."""
 
 
 def walk(pick: Pick[T], s: int, t: int, available: T, *, first: int = 0) -> list[Compute]:
-    """The computations of an interval: Algorithm 2 of the rotor paper.
+    """Return the computations of interval ``(s, t)``: Algorithm 2 of the rotor paper.
 
-    With a stack of its own, since chains are deeper than Python's. ``first`` is the number of the
-    stage that ``pick`` calls 0.
+    It uses an explicit stack, since chains can be longer than Python's recursion limit. ``first``
+    is the number of the stage that ``pick`` calls 0.
     """
     ops: list[Compute] = []
     todo: list[tuple[int, int, T] | Compute] = [(s, t, available)]
@@ -31,7 +31,7 @@ def walk(pick: Pick[T], s: int, t: int, available: T, *, first: int = 0) -> list
         s, t, available = item
         choice, inner, outer = pick(s, t, available)
         if choice == -1:
-            raise AssertionError(f"nothing explains interval ({s}, {t}) with {available}")
+            raise AssertionError(f"interval ({s}, {t}) has no choice within {available}")
         if choice <= s:
             ops.append(Forward(first + s, Keep.ALL, 0 if choice == s else -1 - choice))
             todo.append(Backward(first + s))
@@ -48,21 +48,21 @@ def walk(pick: Pick[T], s: int, t: int, available: T, *, first: int = 0) -> list
 
 
 def sweep(s: int, cut: int) -> list[Compute]:
-    """``F_ck s, F_none s + 1 … cut - 1``."""
+    """Return ``F_ck s, F_none s + 1 … cut - 1``."""
     return [Forward(s, Keep.INPUT), *(Forward(i, Keep.NONE) for i in range(s + 1, cut))]
 
 
 def span(s: int, t: int) -> list[Compute]:
-    """Stages ``s … t`` forward, all kept, and back."""
-    there = [Forward(i, Keep.ALL) for i in range(s, t + 1)]
-    return [*there, *(Backward(i) for i in range(t, s - 1, -1))]
+    """Return the forwards of stages ``s … t`` with everything kept, and their backwards."""
+    forwards = [Forward(i, Keep.ALL) for i in range(s, t + 1)]
+    return [*forwards, *(Backward(i) for i in range(t, s - 1, -1))]
 
 
 def span_bytes(numbers: Numbers, s: int, t: int) -> int:
-    """Peak of ``span`` beside boundary ``s`` while the gradient after ``t`` is held.
+    """Return the peak of ``span`` beyond boundary ``s`` while the gradient after ``t`` is held.
 
-    Theorem 1 of the rotor paper with ``C_all`` at every stage. Past the turn the innermost pair
-    is a rebuild. ``O(t - s)``.
+    Theorem 1 of the rotor paper with ``C_all`` at every stage. After the loss point the innermost
+    pair is a rebuild. ``O(t - s)``.
     """
     nbytes = int(numbers.leaf_bytes[t, 0])
     for i in range(t - 1, s - 1, -1):
@@ -72,9 +72,12 @@ def span_bytes(numbers: Numbers, s: int, t: int) -> int:
 
 
 def seconds_of(stages: Sequence[StageCosts], ops: Sequence[Compute]) -> float:
-    """Time of ``ops``, summed in their order; a pair that is a rebuild takes ``rebuild_s``."""
+    """Return the seconds of ``ops``, added in order.
+
+    An ``F_all`` that runs again right before its ``B`` is a rebuild, and takes ``rebuild_s``.
+    """
     ran: set[int] = set()
-    rebuilt_s: dict[int, float] = {}  # by the backward, after a save option
+    rebuilt_s: dict[int, float] = {}  # seconds that a stage's backward rebuilds, after an option
     total = 0.0
     for index, op in enumerate(ops):
         cost = stages[op.stage]
@@ -92,5 +95,5 @@ def seconds_of(stages: Sequence[StageCosts], ops: Sequence[Compute]) -> float:
 
 
 def base_bytes(chain: Chain, costs: Costs) -> int:
-    """What is held whatever the schedule: ``fixed_bytes`` and boundary 0."""
+    """Return the bytes held under any schedule: ``fixed_bytes`` and boundary 0."""
     return costs.fixed_bytes + chain.nbytes(chain.boundaries[0])

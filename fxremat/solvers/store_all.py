@@ -1,9 +1,8 @@
-"""Keep everything: what PyTorch does by itself.
+"""Keeps everything, as PyTorch does.
 
-Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for
-heterogeneous chains" (2019), section 5.3, strategy *PyTorch*:
-``F_all 0 … F_all L - 1, B L - 1 … B 0``. There is one such schedule, so nothing is
-optimized: it fits or it does not. ``O(L)``.
+Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains"
+(2019), section 5.3, strategy *PyTorch*: ``F_all 0 … F_all L - 1, B L - 1 … B 0``. There is only one
+such schedule, so nothing is optimized: it fits or it does not. ``O(L)``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from fxremat.solvers.sequences import base_bytes, seconds_of, span, span_bytes
 
 
 def solve(problem: Problem) -> Solved | Infeasible:
-    """The schedule without recomputation, or ``Infeasible`` with its exact peak.
+    """Return the schedule without recomputation, or ``Infeasible`` with its exact peak.
 
     Raises:
         ValueError: the sizes are too large to add up.
@@ -27,7 +26,9 @@ def solve(problem: Problem) -> Solved | Infeasible:
 
 
 def peak_bytes(chain: Chain, costs: Costs) -> int:
-    """Exact peak of the schedule without recomputation, ``fixed_bytes`` included. ``O(L)``.
+    """Return the exact peak of the schedule without recomputation, including ``fixed_bytes``.
+
+    ``O(L)``.
 
     Raises:
         ValueError: the sizes are too large to add up.

@@ -1,4 +1,4 @@
-"""Threads that solvers start of their own."""
+"""Threads that solvers start."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numba
 
 
 def thread_count(*, most: int | None = None) -> int:
-    """The cores that this process may run on, or as many threads as numba may, if that is less.
+    """Return the number of cores that this process may use, or of numba's threads if that is less.
 
-    ``NUMBA_NUM_THREADS`` sets the latter: who keeps compiled code to few threads means this
-    package's, too.
+    ``NUMBA_NUM_THREADS`` sets the latter: whoever limits the threads of compiled code means this
+    package's too.
 
     Args:
-        most: what no caller wants more than; ``None``: there is no such number.
+        most: an upper bound; ``None``: none.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -28,10 +28,10 @@ def thread_count(*, most: int | None = None) -> int:
 
 
 class Crew:
-    """At most so many threads that share work; none where one is enough.
+    """A pool of at most ``most`` threads; without threads where one is enough.
 
-    They are the caller's, not numba's: those may not be used after a fork, nor in some builds
-    from two threads at once.
+    These threads are not numba's, which may not be used after a fork, nor in some builds from two
+    threads at once.
     """
 
     def __init__(self, *, most: int) -> None:

@@ -106,13 +106,17 @@ def failing(error: BaseException) -> Any:
 
 def out_of_memory() -> CostError:
     """As planning wraps it."""
-    error = CostError("operation mm cannot be run alone")
+    error = CostError("operation mm cannot be run by itself")
     error.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     return error
 
 
 FAILURES: dict[str, tuple[Exception, str, str]] = {
-    "CostError": (CostError("operation mm cannot be run alone"), "failed", "CostError: operation"),
+    "CostError": (
+        CostError("operation mm cannot be run by itself"),
+        "failed",
+        "CostError: operation",
+    ),
     "CUDA error": (RuntimeError("CUDA error: an illegal access"), "failed", "RuntimeError: CUDA"),
     "out of memory": (torch.OutOfMemoryError("CUDA out of memory"), "skipped", "does not fit"),
     "wrapped": (out_of_memory(), "skipped", "does not fit"),

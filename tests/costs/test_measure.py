@@ -17,7 +17,7 @@ from torch import nn
 from fxremat import torch_compat
 from fxremat.costs import measure
 from fxremat.costs.cache import CostCache
-from fxremat.costs.execute import Operations, requests_seen
+from fxremat.costs.execute import Operations, requests_from
 from fxremat.costs.measure import device_of, measure_step, peak_of, resident_bytes, seconds_of
 from fxremat.ir import Request
 from fxremat.passes.stages.block import Block, Mode
@@ -350,7 +350,7 @@ def test_what_waits_for_the_device_is_not_charged_with_the_delay(clock_of):
 def test_what_an_operation_asks_for(
     changes: tuple[int, ...], sizes: tuple[int, ...], seen: tuple[Request, ...]
 ):
-    assert requests_seen(changes, sizes) == seen
+    assert requests_from(changes, sizes) == seen
 
 
 def test_measuring_operations_resets_no_statistics(monkeypatch: pytest.MonkeyPatch):

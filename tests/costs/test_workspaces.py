@@ -82,7 +82,7 @@ def test_what_both_threads_hold_is_measured_once(monkeypatch: pytest.MonkeyPatch
         assert library_workspaces(device) == (32 * MIB, 32 * MIB)
     finally:
         workspaces._nbytes.clear()
-        workspaces._known.clear()
+        workspaces._measured.clear()
 
 
 def test_they_are_given(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fxremat.ir import Problem
-from fxremat.solvers.offload.line import line_of
+from fxremat.solvers.papers.offload.line import line_of
 
 
 @dataclass(frozen=True, slots=True)

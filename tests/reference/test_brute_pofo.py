@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.reference.brute import chain as brute_chain
 from tests.reference.brute import pofo as brute
 from tests.reference.brute.pofo import Run, Step, Value
-from tests.solvers.test_pofo import problems
+from tests.solvers.papers.test_pofo import problems
 from tests.strategies import costed_chains
 
 

@@ -12,7 +12,8 @@ import numba
 import pytest
 
 from fxremat.ir import Costs, Problem, StageCosts
-from fxremat.solvers import pofo, rotor
+from fxremat.solvers import rotor
+from fxremat.solvers.papers import pofo
 from fxremat.solvers.threads import thread_count
 from tests.paper_terms import chain_from_sizes, symmetric_link
 

@@ -1,9 +1,10 @@
-"""A join with fewer stages: neighbours merged, so that the table of all heads stays small.
+"""A join with fewer stages: neighbors are merged, so that the table of all heads stays small.
 
-The recurrence of ``general`` takes time with the product of the branches' lengths. Where that
-is too much, the neighbours that save least are merged into one stage. What either keeps, the
-merged stage keeps; its save options are theirs, each at the best for one price of a byte. Every
-schedule of the coarse join is one of the fine join, at the same time and within the same memory.
+The time of the recurrence in ``general`` is proportional to the product of the branches' lengths.
+Where that is too long, neighbors that save least are merged into one stage. A merged stage keeps
+what its members keep. Each of its save options combines its members' options, each the best for one
+price of a byte. Every schedule of the coarse join is a schedule of the fine join with the same time
+and no more memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fxremat.ir import (
 from fxremat.solvers.join.numbers import state_count
 
 MOST_OPTIONS = 8
-"""Of a merged stage, beside that of keeping everything."""
+"""Maximum number of options of a merged stage, in addition to keeping everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,10 @@ class Coarse:
     """A join of merged stages.
 
     Attributes:
-        join, costs: of the merged stages.
-        members: for each of them the stages of the fine join, in order.
-        choices: for each of its save options, from that of keeping everything, those of
-            its members.
+        join, costs: the join of merged stages, and its costs.
+        members: for each merged stage, its stages of the fine join, in order.
+        choices: for each merged stage and each of its save options, keeping everything first, the
+            options of its members.
     """
 
     join: Join
@@ -48,10 +49,10 @@ class Coarse:
     choices: tuple[tuple[tuple[int, ...], ...], ...]
 
     def refine(self, schedule: Schedule) -> Schedule:
-        """A schedule of the coarse join as one of the fine join."""
-        return Schedule(tuple(fine for op in schedule.computations for fine in self._parts(op)))
+        """Convert a schedule of the coarse join to one of the fine join."""
+        return Schedule(tuple(fine for op in schedule.computations for fine in self._fine_ops(op)))
 
-    def _parts(self, op: Compute) -> Sequence[Compute]:
+    def _fine_ops(self, op: Compute) -> Sequence[Compute]:
         stages = self.members[op.stage]
         if isinstance(op, Backward):
             return [Backward(stage) for stage in reversed(stages)]
@@ -62,17 +63,17 @@ class Coarse:
 
 
 def with_turn(join: Join, costs: JoinCosts, *, extra_bytes: int) -> Coarse:
-    """The trunk as a single stage, forward and straight back, as the turn of the paper.
+    """Merge the trunk into a single stage, whose backward follows its forward, as in the paper.
 
     Args:
         join, costs: the fine join.
-        extra_bytes: peak of the trunk's forward and backward beyond the branches' ends, all
-            of it kept meanwhile. The stages alone cannot tell: where one of them is the last
-            to read an end, the end makes room for the others' gradients.
+        extra_bytes: peak of the trunk's forward and backward beyond the branches' ends, with
+            everything kept. It cannot be derived from the stages: where one of them is the last to
+            read an end, that end is freed and makes room for the other ends' gradients.
     """
     trunk = costs.trunk
     forward_s = sum(cost.forward_s for cost in trunk)
-    turn = StageCosts(
+    merged = StageCosts(
         forward_s=forward_s,
         backward_s=sum(cost.backward_s for cost in trunk),
         rebuild_s=forward_s,
@@ -85,31 +86,31 @@ def with_turn(join: Join, costs: JoinCosts, *, extra_bytes: int) -> Coarse:
     chain = Chain(
         join.storages,
         (join.trunk.boundaries[0], ()),
-        (Stage("turn", (), join.trunk.stages[0].kind),),
+        (Stage("trunk", (), join.trunk.stages[0].kind),),
     )
     start = join.first_stages[-2]
-    options = [cost.options for branch in costs.branches for cost in branch]
+    every_options = [cost.options for branch in costs.branches for cost in branch]
     return Coarse(
         Join(join.branches, chain),
-        replace(costs, trunk=(turn,)),
+        replace(costs, trunk=(merged,)),
         (*((i,) for i in range(start)), tuple(range(start, len(join)))),
         (
-            *(tuple((o,) for o in range(len(own) + 1)) for own in options),
+            *(tuple((o,) for o in range(len(options) + 1)) for options in every_options),
             ((0,) * len(trunk),),
         ),
     )
 
 
 def work_of(lengths: Sequence[int]) -> int:
-    """Choices that the recurrence looks at a slot."""
+    """Return the choices per slot for lines of these numbers of stages, the trunk last."""
     return state_count(lengths) * sum(lengths)
 
 
 def coarsen(join: Join, costs: JoinCosts, *, most_work: int) -> Coarse:
-    """Merge neighbours, those first that save least, until ``work_of`` is ``most_work``.
+    """Merge neighbors, those first that save least, until ``work_of`` is at most ``most_work``.
 
-    A join that is small enough stays as it is. No line is merged into nothing, so a join of
-    many branches may stay above.
+    A small join is unchanged. A line keeps at least one stage, so a join of many branches may
+    exceed ``most_work``.
     """
     groups = [[[i] for i in range(len(line))] for line in join.lines]
     saved = [[line.nbytes(line.saved_set(i)) for i in range(len(line))] for line in join.lines]
@@ -123,12 +124,12 @@ def coarsen(join: Join, costs: JoinCosts, *, most_work: int) -> Coarse:
             break
         _, b, place = min(pairs)
         groups[b][place : place + 2] = [groups[b][place] + groups[b][place + 1]]
-    chains = [_merge(line, parts) for line, parts in zip(join.lines, groups, strict=True)]
+    chains = [_merged_chain(line, parts) for line, parts in zip(join.lines, groups, strict=True)]
     runs = [
         [_Run(line, [stages[i] for i in part], part[0]) for part in parts]
         for line, stages, parts in zip(join.lines, costs.lines, groups, strict=True)
     ]
-    merged = [tuple(run.costs() for run in own) for own in runs]
+    merged = [tuple(run.costs() for run in line_runs) for line_runs in runs]
     firsts = join.first_stages
     return Coarse(
         Join(tuple(chains[:-1]), chains[-1]),
@@ -136,50 +137,56 @@ def coarsen(join: Join, costs: JoinCosts, *, most_work: int) -> Coarse:
         tuple(
             tuple(firsts[b] + i for i in part) for b, parts in enumerate(groups) for part in parts
         ),
-        tuple(tuple(run.choices()) for own in runs for run in own),
+        tuple(tuple(run.choices()) for line_runs in runs for run in line_runs),
     )
 
 
-def _merge(line: Chain, parts: Sequence[Sequence[int]]) -> Chain:
+def _merged_chain(line: Chain, parts: Sequence[Sequence[int]]) -> Chain:
     stages = []
     for part in parts:
-        own = [line.stages[i] for i in part]
+        members = [line.stages[i] for i in part]
         inner = [s for i in part[1:] for s in line.boundaries[i]]
-        saved = dict.fromkeys((*(s for stage in own for s in stage.saved), *inner))
+        saved = dict.fromkeys((*(s for stage in members for s in stage.saved), *inner))
         saved = {s: None for s in saved if s not in line.boundaries[part[0]]}
-        name = own[0].name if len(own) == 1 else f"{own[0].name}…{own[-1].name}"
-        stages.append(Stage(name, tuple(saved), own[0].kind))
+        name = members[0].name if len(members) == 1 else f"{members[0].name}…{members[-1].name}"
+        stages.append(Stage(name, tuple(saved), members[0].kind))
     boundaries = [line.boundaries[part[0]] for part in parts]
     return Chain(line.storages, (*boundaries, line.boundaries[-1]), tuple(stages))
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbouring stages of a line, from ``first`` on, that run as one."""
+    """Neighboring stages of a line that are merged.
+
+    Attributes:
+        line: the line.
+        stages: costs of the stages.
+        first: number of the first stage in the line.
+    """
 
     line: Chain
     stages: Sequence[StageCosts]
     first: int
 
     def costs(self) -> StageCosts:
-        """Of the merged stage."""
+        """Return the costs of the merged stage."""
         if len(self.stages) == 1:
             return self.stages[0]
-        line, own, last = self.line, self.stages, self.stages[-1]
+        line, members, last = self.line, self.stages, self.stages[-1]
         head = set(line.boundaries[self.first])
         passing = [
             cost.forward_extra_bytes
             + line.nbytes({*line.boundaries[i], *line.boundaries[i + 1]} - head)
-            for i, cost in enumerate(own, start=self.first)
+            for i, cost in enumerate(members, start=self.first)
         ]
-        end_bytes = line.nbytes(set(line.boundaries[self.first + len(own)]) - head)
+        end_bytes = line.nbytes(set(line.boundaries[self.first + len(members)]) - head)
         choices = self.choices()
-        whole, *options = map(self._keeping, choices)
+        whole, *options = map(self._combined, choices)
         kept, keeping, back = self._peaks(choices[0])
         return StageCosts(
-            forward_s=sum(cost.forward_s for cost in own),
-            backward_s=sum(cost.backward_s for cost in own),
-            rebuild_s=sum(cost.forward_s for cost in own[:-1]) + last.rebuild_s,
+            forward_s=sum(cost.forward_s for cost in members),
+            backward_s=sum(cost.backward_s for cost in members),
+            rebuild_s=sum(cost.forward_s for cost in members[:-1]) + last.rebuild_s,
             gradient_bytes=last.gradient_bytes,
             forward_extra_bytes=max(0, max(passing) - end_bytes),
             keep_extra_bytes=whole.keep_extra_bytes,
@@ -189,32 +196,33 @@ class _Run:
         )
 
     def choices(self) -> list[tuple[int, ...]]:
-        """Keeping everything, and at some prices of a byte the best option of each member."""
+        """Return combinations of options: all kept, and the best at some prices of a byte."""
         if len(self.stages) == 1:
             return [(option,) for option in range(len(self.stages[0].options) + 1)]
-        nbytes = [[self.line.nbytes(kept) for _, kept in own] for own in self._choices()]
-        seconds = [[option.recompute_s for option, _ in own] for own in self._choices()]
+        every_choices = self._choices()
+        nbytes = [[self.line.nbytes(kept) for _, kept in choices] for choices in every_choices]
+        seconds = [[option.recompute_s for option, _ in choices] for choices in every_choices]
         prices = {
             takes / (sizes[0] - size)
             for sizes, times in zip(nbytes, seconds, strict=True)
             for size, takes in zip(sizes, times, strict=True)
             if size < sizes[0]
         }
-        found = {(0,) * len(self.stages): None}
+        combinations = {(0,) * len(self.stages): None}
         for price in sorted(prices):
             costs = [
                 [price * size + takes for size, takes in zip(*member, strict=True)]
                 for member in zip(nbytes, seconds, strict=True)
             ]
-            # Of equal ones the last, which keeps least: it is what the price stands for.
-            best = (max(k for k, c in enumerate(own) if c <= min(own)) for own in costs)
-            found[tuple(best)] = None
-        whole, *others = found
+            # Of equal costs take the last option, which keeps least.
+            best = (max(k for k, c in enumerate(each) if c <= min(each)) for each in costs)
+            combinations[tuple(best)] = None
+        whole, *others = combinations
         step = -(-len(others) // MOST_OPTIONS) or 1
         return [whole, *others[::-1][::step]]
 
     def _choices(self) -> list[list[tuple[SaveOption, frozenset[int]]]]:
-        """What each member's ``F_all`` may keep, and what it adds then."""
+        """Return, for each option of each member, the option and what ``F_all`` adds with it."""
         pairs = enumerate(
             zip(self.stages, self.line.stages[self.first :], strict=False), self.first
         )
@@ -223,18 +231,18 @@ class _Run:
             for i, (cost, stage) in pairs
         ]
 
-    def _chosen(self, choice: tuple[int, ...]) -> list[tuple[SaveOption, frozenset[int]]]:
-        return [own[option] for own, option in zip(self._choices(), choice, strict=True)]
+    def _chosen_options(self, choice: tuple[int, ...]) -> list[tuple[SaveOption, frozenset[int]]]:
+        return [options[i] for options, i in zip(self._choices(), choice, strict=True)]
 
     def _peaks(self, choice: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
-        """What is kept up to each member, and the peaks of its ``F_all`` and backward.
+        """Return the bytes kept up to each member, and peaks of its ``F_all`` and its backward.
 
-        All of it beside the input, and the gradients after the last member.
+        They do not include the input and the gradients after the last member.
         """
         held: set[int] = set()
         head = set(self.line.boundaries[self.first])
         kept, keeping, back = [], [], []
-        for cost, (option, added) in zip(self.stages, self._chosen(choice), strict=True):
+        for cost, (option, added) in zip(self.stages, self._chosen_options(choice), strict=True):
             held |= added
             kept.append(self.line.nbytes(held - head))
             more = cost.gradient_bytes - self.stages[-1].gradient_bytes
@@ -242,10 +250,10 @@ class _Run:
             back.append(kept[-1] + more + option.backward_extra_bytes)
         return kept, keeping, back
 
-    def _keeping(self, choice: tuple[int, ...]) -> SaveOption:
-        """The merged stage with an option of each member."""
+    def _combined(self, choice: tuple[int, ...]) -> SaveOption:
+        """Return the save option of the merged stage that combines an option of each member."""
         kept, keeping, back = self._peaks(choice)
-        options, added = zip(*self._chosen(choice), strict=True)
+        options, added = zip(*self._chosen_options(choice), strict=True)
         return SaveOption(
             tuple(sorted(frozenset[int]().union(*added))),
             sum(option.recompute_s for option in options),

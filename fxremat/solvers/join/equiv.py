@@ -1,13 +1,13 @@
-"""A join linearized by distance from the turn, for comparison.
+"""A join converted to a chain by distance from the trunk, for comparison.
 
-Beaumont, Herrmann, Pallez, Shilova, "Optimal memory-aware backpropagation of deep join
-networks" (2019), section 4, *EQUIV-CHAIN*: stages of all branches that are equally far from
-the trunk form one stage of a chain, which an algorithm for chains then solves: revolve in
-the paper (see ``tests.reference.join_units``), ``rotor`` here. Branches may have any lengths: a
-shorter one waits with its input in memory until its turn comes.
+Beaumont, Herrmann, Pallez, Shilova, "Optimal memory-aware backpropagation of deep join networks"
+(2019), section 4, *EQUIV-CHAIN*: stages of all branches at equal distances from the trunk form one
+stage of a chain. An algorithm for chains then solves that: revolve in the paper (see
+``tests.reference.join_units``), ``rotor`` here. Branches may have any lengths: a shorter one holds
+its input until its stages come.
 
-The members of a level run one after the other. Its peaks are bounds by the sum of what all
-members read and write, so the schedule fits, and is not always the best of its kind.
+The members of a level run one after the other. Its peaks are bounded by the sum of what all members
+read and write, so the schedule fits, but is not always the best of its kind.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from fxremat.solvers.sequences import seconds_of
 
 
 def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
-    """The fastest memory-persistent schedule of the equivalent chain, as one of the join.
+    """Find the fastest memory-persistent schedule of the equivalent chain, for the join.
 
     Args:
-        problem: the join; a chain is its own equivalent.
+        problem: the join. A chain is its own equivalent.
         slots: see ``rotor.solve``.
 
     Returns:
-        ``Solved``, with the time that the schedule takes on the join, or ``Infeasible`` with
-        the least budget at which this finds one.
+        ``Solved``, with the time that the schedule takes on the join, or ``Infeasible`` with the
+        least budget at which this method has a schedule.
 
     Raises:
-        ArgumentError: ``slots`` is no whole number of at least 1; nothing else is looked at then.
+        ArgumentError: ``slots`` is not a whole number of at least 1. This is checked first.
         ValueError: the sizes are too large to add up.
     """
     slots = whole_count(slots, name="slots")
     line = problem if isinstance(problem, Problem) else equivalent_chain(problem)
-    found = rotor.solve(line, slots=slots)
-    assert isinstance(found, Solved | Infeasible)
-    if isinstance(problem, Problem) or isinstance(found, Infeasible):
-        return found
-    schedule = as_join_schedule(problem, found.schedule)
+    solution = rotor.solve(line, slots=slots)
+    assert isinstance(solution, Solved | Infeasible)
+    if isinstance(problem, Problem) or isinstance(solution, Infeasible):
+        return solution
+    schedule = as_join_schedule(problem, solution.schedule)
     ops = schedule.computations
     return Solved(schedule, seconds_of(problem.costs.stages, ops))
 
 
 def equivalent_chain(problem: JoinProblem) -> Problem:
-    """One stage for each distance from the trunk, then the trunk.
+    """Return a chain of one stage for each distance from the trunk, then the trunk's stages.
 
-    What a schedule of it needs is at least what it needs as a schedule of the join.
+    A schedule of it needs at least as much memory as the corresponding schedule of the join.
     """
     join, costs = problem.join, problem.costs
     depth = max(map(len, join.branches))
@@ -83,7 +83,7 @@ def equivalent_chain(problem: JoinProblem) -> Problem:
 
 
 def _members(problem: JoinProblem, level: int) -> list[tuple[int, int]]:
-    """Branch and place of the stages in a level."""
+    """Return branch and position of the stages at a level."""
     branches = problem.join.branches
     depth = max(map(len, branches))
     places = ((b, level - (depth - len(chain))) for b, chain in enumerate(branches))
@@ -91,14 +91,14 @@ def _members(problem: JoinProblem, level: int) -> list[tuple[int, int]]:
 
 
 def _level_costs(problem: JoinProblem, members: list[tuple[int, int]]) -> StageCosts:
-    """Costs of the members run one after the other."""
+    """Return the costs of the members of a level, run one after the other."""
     costs = problem.costs
     parts = [costs.branches[b][p] for b, p in members]
     waiting = set(range(len(costs.branches))) - {b for b, _ in members}
     held = sum(part.gradient_bytes for part in parts) + costs.trunk_done_bytes
     held += sum(costs.left_bytes[b] for b in waiting)
     backward, rebuild = 0, 0  # peaks
-    saved, grown = 0, 0  # what members before have given back, and what their gradients grew
+    saved, grown = 0, 0  # bytes that earlier members have freed, and growth of their gradients
     for (b, p), part in zip(members, parts, strict=True):
         backward = max(backward, part.backward_extra_bytes + grown - saved)
         rebuild = max(rebuild, part.rebuild_bytes + grown)
@@ -119,7 +119,7 @@ def _level_costs(problem: JoinProblem, members: list[tuple[int, int]]) -> StageC
 
 
 def as_join_schedule(problem: JoinProblem, schedule: Schedule) -> Schedule:
-    """Every operation of the chain, member by member; a rebuild stays with its member."""
+    """Replace every operation of the chain by those of its members; a rebuild member by member."""
     join, line = problem.join, schedule.computations
     depth = max(map(len, join.branches))
     first = join.first_stages
@@ -138,7 +138,7 @@ def as_join_schedule(problem: JoinProblem, schedule: Schedule) -> Schedule:
             continue
         pair = index + 1 < len(line) and line[index + 1] == Backward(op.stage)
         for stage, place in stages:
-            # The chain holds all inputs in its boundary 0; here each branch holds its own.
+            # The chain holds all inputs in its boundary 0. In the join each branch holds its input.
             keep = Keep.INPUT if place == 0 and op.keep is Keep.NONE else op.keep
             ops.append(Forward(stage, keep))
             ops += [Backward(stage)] if pair else []

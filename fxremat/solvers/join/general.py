@@ -1,14 +1,14 @@
 """Optimal canonical recomputation of a join of heterogeneous stages.
 
-Beaumont, Herrmann, Pallez, Shilova, "Optimal memory-aware backpropagation of deep join
-networks" (2019), Theorem 3, carried over from unit costs to bytes and seconds. A branch's
-position takes the place of a step count, the trunk (a chain) that of the turn, and rotor's
-chain recurrence that of ``Opt_0``.
+Beaumont, Herrmann, Pallez, Shilova, "Optimal memory-aware backpropagation of deep join networks"
+(2019), Theorem 3, generalized from unit costs to bytes and seconds. A position in a branch replaces
+a number of steps, the trunk (a chain) replaces the turn, and rotor's chain recurrence replaces
+``Opt_0``.
 
-``J(p, h, t, m)`` is the least time to get from the gradient after trunk stage ``t`` to those
-at the heads ``p``, when boundary ``p[b]`` of every branch ``b`` (its *head*) is held and
-``m`` bytes are free beside them; ``h[b]`` says whether the head of ``b`` lies in the saved
-set of the stage before it. With ``C`` from ``rotor`` for a line alone:
+``J(p, h, t, m)`` is the least time to get from the gradient after trunk stage ``t`` to those at the
+heads ``p``, when boundary ``p[b]`` of every branch ``b`` (its *head*) is held and ``m`` further
+bytes are free; ``h[b]`` says whether the head of ``b`` is part of the saved set of the stage before
+it. With ``C`` from ``rotor`` for a single line:
 
     J(ends, h, t, m) = C_trunk(0, t, m)
     J(p, h, t, m) = least of, over the branches b with p[b] = s short of the end,
@@ -18,35 +18,36 @@ set of the stage before it. With ``C`` from ``rotor`` for a line alone:
           + C_b(s, s' - 1, m + back(p, h, b))                   for s < s' <= end   (ck)
     and, over the cuts 0 < q <= t of the trunk,
       Σ of all forwards from the heads to cut q + C_trunk(q, t, m - step(p, q))
-          + J(p, h, q - 1, m)                                                     (turn)
+          + J(p, h, q - 1, m)                                                    (trunk)
 
-with ``back(p, h, b)`` what the segment's backward has more than its forward had: the
-other branches' heads are gone by then (but one in a saved set stays with it), and their
-gradients, ``δ`` at ``p``, lie there instead. With unit costs it is the ``- (k - 1)`` of
-Theorem 3. The first and the last line have no counterpart in the paper, whose turn is one
-step: (turn) drops the ends and runs the branches again for the first part of the trunk.
-One branch gives rotor on the whole line.
+where ``back(p, h, b)`` is what the segment's backward has more than its forward had: the other
+branches' heads have been freed by then (except those in saved sets), and their gradients, ``δ`` at
+``p``, are held instead. With unit costs it is the ``- (k - 1)`` of Theorem 3. The first and the
+last line have no counterpart in the paper, whose turn is a single step: (trunk) drops the ends, and
+runs the branches again for the first part of the trunk. For one branch this is rotor on the whole
+line.
 
-``O(2^k T Π(L_b + 1) (Σ L_b + T) slots)`` time, ``O(2^k T Π(L_b + 1) slots)`` memory.
+Complexity: ``O(2^k T Π(L_b + 1) (Σ L_b + T) slots)`` time, ``O(2^k T Π(L_b + 1) slots)`` memory.
 
-What it is optimal for: the *canonical* schedules, which for unit costs contain an optimal
-one (Theorem 1). They are memory-persistent; a segment runs through without another branch
-in between; what was checkpointed last is backpropagated first, so that segments go forward
-in the reverse of the order in which they go back; and a checkpoint that is read again is
-backpropagated before any other is touched. With heterogeneous costs it is almost always the
-best of all memory-persistent schedules, but not always (about one random instance in
-sixty; the smallest are in ``tests/solvers/test_join.py``):
+It is optimal for the *canonical* schedules, which for unit costs contain an optimal one (Theorem
+1). They are memory-persistent. A segment runs without another branch in between. What was
+checkpointed last is backpropagated first, so segments run backward in the reverse order of their
+forwards. A checkpoint that is read again is backpropagated before any other is used. With
+heterogeneous costs the best canonical schedule is almost always the best memory-persistent
+schedule, but not always (in about one of sixty random instances it is not; the smallest are in
+``tests/solvers/test_join.py``):
 
-* The order back is best chosen by gradients and saved sets, the order forward by the
-  workspace of the forwards. Only if no forward needs more than is held at the turn are all
-  orders forward alike, as the proof of Theorem 1 has it. Else both may ask for the same
-  branch first, and a canonical schedule cannot do that.
-* A segment of one branch may stop where its boundary is small, for another branch to go on,
-  before its last forwards. That was 1 of 43 instances in which the best was not canonical.
+* The best order of backwards depends on gradients and saved sets, the best order of forwards on the
+  workspace of the forwards. Only if no forward needs more than is held at the loss point are all
+  orders of forwards equal, as the proof of Theorem 1 assumes. Else both may require the same branch
+  first, which a canonical schedule cannot do.
+* A segment of one branch may stop where its boundary is small, for another branch to continue,
+  before its last forwards. That was the case in 1 of 43 instances in which the best schedule was
+  not canonical.
 
-Where boundaries share storages, ``back`` counts as given back only what began with the
-head's own boundary. That is exact if the boundaries of a branch share nothing or there is
-one branch, and safe otherwise: schedules fit, and a better one may be missed.
+Where boundaries share storages, ``back`` counts as freed only what begins with the head's own
+boundary. That is exact if the boundaries of a branch share nothing or there is one branch, and
+conservative otherwise: schedules fit, and a better one may be missed.
 """
 
 from __future__ import annotations
@@ -67,34 +68,35 @@ from fxremat.solvers.quantize import BudgetTable, fitting, quantum_bytes, slots_
 from fxremat.solvers.sequences import seconds_of
 
 LARGEST_TABLE_BYTES = 1 << 30
-"""``solve`` takes fewer slots where the table would be larger than this."""
+"""Maximum size of the table; ``solve`` uses fewer slots where it would be larger."""
 
 MOST_STATES = 1 << 23
-"""Of a join that can be solved: 15 slots at least."""
+"""Maximum number of states of a join, for which a table has at least 15 slots."""
 
 
 def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
-    """The fastest canonical schedule within the budget.
+    """Find the fastest canonical schedule within the budget.
 
     Args:
-        problem: the join, its costs and the budget. A chain is answered by ``rotor``.
-        slots: sizes are rounded up to the budget's ``slots``-th part; fewer where the
-            table would take more than a gibibyte. Exact where that is one byte.
+        problem: the join, its costs and the budget. A chain is passed to ``rotor``.
+        slots: sizes are rounded up to multiples of the budget divided by ``slots``. It is reduced
+            where the table would exceed a gibibyte. The result is exact if that multiple is one
+            byte.
 
     Returns:
-        ``Solved``, or ``Infeasible`` with the exact least budget of any canonical
-        schedule. A budget that only fits without rounding is first tried with up to eight
-        times the slots, then answered with a schedule from the least memory.
+        ``Solved``, or ``Infeasible`` with the exact least budget of any canonical schedule. If a
+        budget only fits without rounding, up to eight times the slots are tried, and after that the
+        result is a schedule derived from the least memory.
 
     Raises:
-        ArgumentError: ``slots`` is no whole number of at least 1; nothing else is looked at then.
-        ValueError: the sizes are too large to add up, or the branches are too many or too long.
+        ArgumentError: ``slots`` is not a whole number of at least 1. This is checked first.
+        ValueError: the sizes are too large to add up, or there are too many branches or stages.
     """
     slots = whole_count(slots, name="slots")
     if isinstance(problem, Problem):
-        found = rotor.solve(problem, slots=slots)
-        assert isinstance(found, Solved | Infeasible)
-        return found
+        solution = rotor.solve(problem, slots=slots)
+        assert isinstance(solution, Solved | Infeasible)
+        return solution
     join, costs = problem.join, problem.costs
     plans = fitting(
         lambda number: JoinPlans.build(
@@ -102,21 +104,21 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
         ),
         problem.budget_bytes,
         slots=slots,
-        most_slots=max(1, LARGEST_TABLE_BYTES // (8 * _checked_states(join)) - 1),
+        most_slots=max(1, LARGEST_TABLE_BYTES // (8 * _checked_state_count(join)) - 1),
     )
     return plans.schedule(problem.budget_bytes)
 
 
 def least_budget(join: Join, costs: JoinCosts) -> tuple[int, Schedule]:
-    """The least budget of any canonical schedule, exact in bytes, and one that has it.
+    """Return the exact least budget of any canonical schedule, and one with that budget.
 
-    Among equal memory the lesser time is taken where the recurrence has the choice.
+    Of choices with equal memory the recurrence takes the faster one.
 
     Raises:
         ValueError: the join or the costs are malformed, or too large to add up.
     """
     JoinProblem(join, costs, 0)  # validates
-    _checked_states(join)
+    _checked_state_count(join)
     lines, least = _least(*join_numbers(join, costs))
     needs = _root_bytes(least)
     ops = walk.least_ops(join, lines, least, needs)
@@ -140,44 +142,50 @@ class JoinPlans(BudgetTable):
     def build(
         join: Join, costs: JoinCosts, *, max_budget_bytes: int, slots: int = 200
     ) -> JoinPlans:
-        """Fill the table; a budget below the least leaves it almost empty.
+        """Fill the table. If the budget is below the least budget, most of it is not filled.
+
+        Args:
+            join: the join.
+            costs: its costs.
+            max_budget_bytes: the greatest budget that the table covers.
+            slots: number of slots.
 
         Raises:
-            ArgumentError: ``slots`` is no whole number of at least 1.
-            ValueError: the join or the costs are malformed or too large to add up.
+            ArgumentError: ``slots`` is not a whole number of at least 1.
+            ValueError: the join or the costs are malformed, or too large to add up.
         """
         slots = whole_count(slots, name="slots")
         JoinProblem(join, costs, max_budget_bytes)  # validates
-        _checked_states(join)
+        _checked_state_count(join)
         numbers, lines = join_numbers(join, costs)
         least_lines, least = _least(numbers, lines)
         base = base_bytes(join, costs)
         available = max_budget_bytes - base
         if available < _root_bytes(least):
-            available = 0  # nothing will be read off: do not fill what nobody needs
+            available = 0  # nothing will be read from the table, so do not fill it
         quantum = quantum_bytes(max(0, available), slots=slots)
         free = slots_down(max(0, available), quantum=quantum)
-        # A backward has more than was ever free in the forward where heads are given back.
+        # Where heads are freed, a backward has more than was ever free in the forward.
         most = slots_down(max(0, available + base - costs.fixed_bytes), quantum=quantum)
         most = max(free, min(most, 2 * slots))
         tables = tuple(filled(line, quantum=quantum, slots=most) for line in lines)
-        table = _table(numbers, tables, quantum, free)
+        table = _filled_table(numbers, tables, quantum, free)
         return JoinPlans(join, costs, max_budget_bytes, quantum, tables, table, least_lines, least)
 
     @property
     def base_bytes(self) -> int:
-        """What is held at the start: ``fixed_bytes`` and every branch's input."""
+        """Return the bytes held at the start: ``fixed_bytes`` and every branch's input."""
         return base_bytes(self.join, self.costs)
 
     @property
     def least_budget_bytes(self) -> int:
-        """The exact least budget of any canonical schedule."""
+        """Return the exact least budget of any canonical schedule."""
         return self.base_bytes + _root_bytes(self._least)
 
     def schedule(self, budget_bytes: int) -> Solved | Infeasible:
-        """The fastest schedule for a budget.
+        """Return the fastest schedule for a budget.
 
-        A budget that suffices only without rounding gets a schedule from the least memory.
+        A budget that suffices only without rounding gets a schedule derived from the least memory.
 
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.
@@ -188,7 +196,7 @@ class JoinPlans(BudgetTable):
         return Solved(Schedule(ops), seconds_of(self.costs.stages, ops))
 
     def operations(self, budget_bytes: int) -> tuple[Compute, ...]:
-        """Those of ``schedule``, for a budget that is not too small."""
+        """Return the operations of ``schedule``, for a budget that is at least the least budget."""
         if self.fits(budget_bytes):
             slots = self.slots_of(budget_bytes)
             return walk.table_ops(self.join, self._lines, self._table, slots)
@@ -197,12 +205,12 @@ class JoinPlans(BudgetTable):
 
     @property
     def root(self) -> Floats:
-        """``(slots + 1,)``, the least time for every number of slots free beside the inputs."""
+        """Return the least seconds for every number of free slots, ``(slots + 1,)``."""
         row: Floats = self._table.values[len(self.join.trunk) - 1]
         return row
 
 
-def _checked_states(join: Join) -> int:
+def _checked_state_count(join: Join) -> int:
     count = state_count([len(line) for line in join.lines])
     if count > MOST_STATES:
         raise ValueError(
@@ -214,14 +222,14 @@ def _checked_states(join: Join) -> int:
 
 
 def _root_bytes(least: JoinLeast) -> int:
-    return int(least.memory[least.numbers.turn_gradient.size - 1])
+    return int(least.memory[least.numbers.trunk_gradient.size - 1])
 
 
 def _least(numbers: JoinNumbers, lines: tuple[Numbers, ...]) -> tuple[tuple[Least, ...], JoinLeast]:
-    """Least memory of the lines alone, and of the join."""
+    """Return the least memory of each single line, and of the join."""
     chains = tuple(map(Least.of, lines))
-    inner = [np.triu_indices(len(chain.memory)) for chain in chains]  # in the order of the rows
-    states = numbers.heads * numbers.turn_gradient.size << numbers.lengths.size
+    inner = [np.triu_indices(len(chain.memory)) for chain in chains]  # in the rows' order
+    states = numbers.heads * numbers.trunk_gradient.size << numbers.lengths.size
     least = JoinLeast(
         numbers,
         memory=np.zeros(states, dtype=np.int64),
@@ -233,8 +241,10 @@ def _least(numbers: JoinNumbers, lines: tuple[Numbers, ...]) -> tuple[tuple[Leas
     return chains, least
 
 
-def _table(numbers: JoinNumbers, lines: tuple[Table, ...], quantum: int, slots: int) -> JoinTable:
-    states = numbers.heads * numbers.turn_gradient.size << numbers.lengths.size
+def _filled_table(
+    numbers: JoinNumbers, lines: tuple[Table, ...], quantum: int, slots: int
+) -> JoinTable:
+    states = numbers.heads * numbers.trunk_gradient.size << numbers.lengths.size
     table = JoinTable(
         numbers,
         quantum=quantum,
@@ -246,9 +256,9 @@ def _table(numbers: JoinNumbers, lines: tuple[Table, ...], quantum: int, slots: 
 
 
 def _with_forwards(table: Table) -> Floats:
-    """The values of all intervals, and the time of running each forward before."""
+    """Return the values of all intervals, with the time of each interval's forwards added."""
     prefix_s = table.numbers.prefix_s
-    first, last = np.triu_indices(len(prefix_s) - 1)  # in the order of the rows
+    first, last = np.triu_indices(len(prefix_s) - 1)  # in the rows' order
     takes = prefix_s[last + 1] - prefix_s[first]
-    found: Floats = table.values - prefix_s[first][:, None] + takes[:, None]
-    return found
+    values: Floats = table.values - prefix_s[first][:, None] + takes[:, None]
+    return values

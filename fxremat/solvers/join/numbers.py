@@ -20,29 +20,30 @@ _Number = TypeVar("_Number", np.int64, np.float64)
 class JoinNumbers(NamedTuple):
     """A join of ``k`` branches, the longest of ``n`` stages, and a trunk of ``T`` stages.
 
-    The first index is the branch; entries beyond its length are 0 or, as seconds of a backward,
+    The first index is the branch; entries beyond its length are 0 or, for seconds of a backward,
     infinite. A branch's *head* at ``p`` is its boundary ``p`` in memory. All sizes are in bytes.
 
     Attributes:
-        lengths: ``(k,)``, stages of each branch.
-        strides: ``(k,)``; heads ``p`` are number ``Σ p[b] strides[b]`` of ``heads``.
-        heads: how many vectors of heads there are.
+        lengths: ``(k,)``, number of stages of each branch.
+        strides: ``(k,)``; heads ``p`` have the number ``Σ p[b] strides[b]``, below ``heads``.
+        heads: number of vectors of heads.
         line_row: ``(k + 1,)``, where the intervals of each line begin among those of all lines,
             each line's packed as in ``solvers.kernels``, the trunk's last.
         prefix_s: ``(k, n + 1)``, seconds of a branch's forwards ``0 … i - 1``.
         backward_s, saved, keep, back: ``(k, n, 1 + O)``, see ``Numbers``.
         step: ``(k, n + 1, n + 1)``, what boundary ``s'`` of a branch adds to ``s``.
         sweep: ``(k, n + 1, n + 1)``, see ``Numbers``, without any gradient.
-        freed: ``(k, n + 1)``, what is given back with a head at ``p`` that no saved set
-            holds: boundary ``p`` without boundary ``p - 1``, which may still be held.
-        held: ``(k, n + 1)``, gradients that a branch holds when its level is ``p``.
+        freed: ``(k, n + 1)``, what is freed with a head at ``p`` that is in no saved set: boundary
+            ``p`` without boundary ``p - 1``, which may still be held.
+        held: ``(k, n + 1)``, gradients that a branch holds when its head is at ``p``.
         done: gradients that the trunk leaves.
-        turn_gradient: ``(T,)``, ``δ`` while the backward of trunk stage ``t`` comes next.
-        turn_s: ``(T + 1,)``, seconds of the trunk's forwards ``0 … i - 1``.
-        turn_born: ``(T + 1,)``, what boundary ``q`` of the trunk has that began in the trunk.
-        turn_crossed: ``(k, n + 1, T + 1)``, what boundary ``q`` of the trunk has that began
-            in a branch after its boundary ``p``.
-        turn_peak: ``(T,)``, peak of the trunk's forward ``j`` beyond its input.
+        trunk_gradient: ``(T,)``, ``δ`` while the backward of trunk stage ``t`` comes next.
+        trunk_s: ``(T + 1,)``, seconds of the trunk's forwards ``0 … i - 1``.
+        trunk_born: ``(T + 1,)``, bytes of the trunk's boundary ``q`` that were allocated in the
+            trunk.
+        trunk_crossed: ``(k, n + 1, T + 1)``, bytes of the trunk's boundary ``q`` that were
+            allocated in a branch after its boundary ``p``.
+        trunk_peak: ``(T,)``, peak of the trunk's forward ``j`` beyond its input.
     """
 
     lengths: Ints
@@ -59,15 +60,15 @@ class JoinNumbers(NamedTuple):
     freed: Ints
     held: Ints
     done: int
-    turn_gradient: Ints
-    turn_s: Floats
-    turn_born: Ints
-    turn_crossed: Ints
-    turn_peak: Ints
+    trunk_gradient: Ints
+    trunk_s: Floats
+    trunk_born: Ints
+    trunk_crossed: Ints
+    trunk_peak: Ints
 
 
 def join_numbers(join: Join, costs: JoinCosts) -> tuple[JoinNumbers, tuple[Numbers, ...]]:
-    """The arrays of a valid join, and those of every line as a chain of its own.
+    """Return the arrays of a valid join, and those of every line as a chain.
 
     Raises:
         ValueError: the sizes are too large to add up.
@@ -82,7 +83,7 @@ def join_numbers(join: Join, costs: JoinCosts) -> tuple[JoinNumbers, tuple[Numbe
     lengths = [len(line) for line in join.lines]
     sizes = [length + 1 for length in lengths[:-1]]
     strides = [int(np.prod(sizes[b + 1 :], dtype=np.int64)) for b in range(len(sizes))]
-    born, crossed = _turn_bytes(join)
+    born, crossed = _trunk_bytes(join)
     new = [
         join.trunk.nbytes(set(at) - set(before)) + stage.forward_extra_bytes
         for (before, at), stage in zip(pairwise(join.trunk.boundaries), costs.trunk, strict=True)
@@ -107,19 +108,19 @@ def join_numbers(join: Join, costs: JoinCosts) -> tuple[JoinNumbers, tuple[Numbe
         freed=_padded([_freed(chain) for chain in join.branches]),
         held=_padded(held),
         done=costs.trunk_done_bytes,
-        turn_gradient=trunk.gradient,
-        turn_s=trunk.prefix_s,
-        turn_born=born,
-        turn_crossed=crossed,
-        turn_peak=np.array(new, dtype=np.int64),
+        trunk_gradient=trunk.gradient,
+        trunk_s=trunk.prefix_s,
+        trunk_born=born,
+        trunk_crossed=crossed,
+        trunk_peak=np.array(new, dtype=np.int64),
     )
-    return numbers, (*map(_past_turn, branches, costs.branches), trunk)
+    return numbers, (*map(_after_trunk, branches, costs.branches), trunk)
 
 
-def _past_turn(branch: Numbers, stages: tuple[StageCosts, ...]) -> Numbers:
-    """The arrays of a branch whose last stage has run before: the trunk has.
+def _after_trunk(branch: Numbers, stages: tuple[StageCosts, ...]) -> Numbers:
+    """Return the arrays of a branch whose last stage has run before, for the trunk.
 
-    It cannot be run with a save option and go back at once either: that would be a rebuild.
+    Neither can it run with a save option directly before its backward: that would be a rebuild.
     """
     last = stages[-1]
     branch.leaf_bytes[-1] = last.gradient_bytes + last.rebuild_bytes
@@ -130,49 +131,49 @@ def _past_turn(branch: Numbers, stages: tuple[StageCosts, ...]) -> Numbers:
 
 
 def state_count(lengths: Sequence[int]) -> int:
-    """States of the recurrence, for a join of lines of these lengths, the trunk last."""
+    """Return the number of states for lines of these numbers of stages, the trunk last."""
     *branches, trunk = lengths
     return math.prod([length + 1 for length in branches]) * trunk << len(branches)
 
 
 def base_bytes(join: Join, costs: JoinCosts) -> int:
-    """What is held at the start: ``fixed_bytes`` and every branch's input."""
+    """Return the bytes held at the start: ``fixed_bytes`` and every branch's input."""
     return costs.fixed_bytes + sum(chain.nbytes(chain.boundaries[0]) for chain in join.branches)
 
 
 def kept_bytes(join: Join, costs: JoinCosts) -> int:
-    """Exact peak of the schedule without recomputation, ``fixed_bytes`` included.
+    """Return the exact peak of the schedule without recomputation, including ``fixed_bytes``.
 
-    Lines run forward one after the other, the trunk last, and back in the reverse order; every
-    stage keeps its whole saved set.
+    Forwards of the lines run one after the other, the trunk last, and backwards in the reverse
+    order. Every stage keeps its whole saved set.
     """
     stages = [
-        [(stage, chain.nbytes(chain.saved_set(i))) for i, stage in enumerate(own)]
-        for chain, own in zip(join.lines, costs.lines, strict=True)
+        [(stage, chain.nbytes(chain.saved_set(i))) for i, stage in enumerate(line_costs)]
+        for chain, line_costs in zip(join.lines, costs.lines, strict=True)
     ]
     held_bytes, peak_bytes = base_bytes(join, costs), 0
     gradient_bytes = costs.trunk[-1].gradient_bytes  # until the first backward is done
     for stage, saved_bytes in chained.from_iterable(stages):
         held_bytes += saved_bytes
         peak_bytes = max(peak_bytes, held_bytes + gradient_bytes + stage.keep_extra_bytes)
-    beside_bytes = 0  # gradients of the lines that do not run
+    waiting_bytes = 0  # gradients of the lines that are not running
     for line in reversed(range(len(stages))):
         for stage, saved_bytes in reversed(stages[line]):
             needed_bytes = stage.gradient_bytes + stage.backward_extra_bytes
-            peak_bytes = max(peak_bytes, held_bytes + beside_bytes + needed_bytes)
+            peak_bytes = max(peak_bytes, held_bytes + waiting_bytes + needed_bytes)
             held_bytes -= saved_bytes
         if line == len(join.branches):
-            beside_bytes = costs.trunk_done_bytes
-            beside_bytes += sum(own[-1].gradient_bytes for own in costs.branches[:-1])
+            waiting_bytes = costs.trunk_done_bytes
+            waiting_bytes += sum(branch[-1].gradient_bytes for branch in costs.branches[:-1])
         else:
             held_bytes -= join.nbytes(join.branches[line].boundaries[0])
-            beside_bytes += costs.left_bytes[line]
-            beside_bytes -= costs.branches[line - 1][-1].gradient_bytes if line else 0
+            waiting_bytes += costs.left_bytes[line]
+            waiting_bytes -= costs.branches[line - 1][-1].gradient_bytes if line else 0
     return peak_bytes
 
 
 def _padded(arrays: list[NDArray[_Number]], *, fill: float = 0) -> NDArray[_Number]:
-    """Arrays of unlike shapes in one, filled up with ``fill``."""
+    """Stack arrays of different shapes, padded with ``fill``."""
     shape: list[int] = [
         max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)
     ]
@@ -189,8 +190,8 @@ def _freed(chain: Chain) -> Ints:
     return np.array(freed, dtype=np.int64)
 
 
-def _turn_bytes(join: Join) -> tuple[Ints, Ints]:
-    """``turn_born`` and ``turn_crossed`` of ``JoinNumbers``."""
+def _trunk_bytes(join: Join) -> tuple[Ints, Ints]:
+    """Return ``trunk_born`` and ``trunk_crossed`` of ``JoinNumbers``."""
     end = len(join.trunk)
     ends = set(join.trunk.boundaries[0])
     most = max(map(len, join.branches))
@@ -199,7 +200,7 @@ def _turn_bytes(join: Join) -> tuple[Ints, Ints]:
     for q, boundary in enumerate(join.trunk.boundaries):
         born[q] = join.nbytes([i for i in boundary if i not in ends])
         for b, chain in enumerate(join.branches):
-            mine = set(boundary) & set(chain.boundaries[-1])
+            crossing = set(boundary) & set(chain.boundaries[-1])
             for p in range(len(chain) + 1):
-                crossed[b, p, q] = chain.nbytes(mine - set(chain.boundaries[p]))
+                crossed[b, p, q] = chain.nbytes(crossing - set(chain.boundaries[p]))
     return born, crossed

@@ -1,4 +1,4 @@
-"""Schedules of a join read off the tables, with a stack since branches are deep."""
+"""Reads schedules of a join from its tables. It uses a stack, since branches may be long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxremat.solvers.sequences import sweep, walk
 
 
 class _State(NamedTuple):
-    """``J(p, h, t, available)`` is to be scheduled."""
+    """A task to schedule ``J(p, h, t, available)``."""
 
     p: tuple[int, ...]
     h: int
@@ -30,7 +30,7 @@ class _State(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """``C(s, t, available)`` of a line is to be scheduled."""
+    """A task to schedule ``C(s, t, available)`` of a line."""
 
     line: int
     s: int
@@ -39,21 +39,21 @@ class _Segment(NamedTuple):
 
 
 _Choose = Callable[[State, int], Ints | None]
-"""The integers of the choice for a state and what is available to it, see ``tables``."""
+"""Returns the integers of the choice for a state and what is available to it; see ``tables``."""
 
 _Pick = Callable[[int, int, int, int], tuple[int, int, int]]
-"""``sequences.Pick`` of a line."""
+"""Is ``sequences.Pick`` of a line, whose number is the first argument."""
 
 
 def table_ops(
     join: Join, lines: tuple[Table, ...], table: JoinTable, slots: int
 ) -> tuple[Compute, ...]:
-    """The schedule behind entry ``slots`` of the whole join; ``lines`` are rotor's tables."""
+    """Return the schedule of entry ``slots`` of the whole join; ``lines`` are rotor's tables."""
     choices, last = Choices.room(table.numbers), table.segments.shape[1] - 1
 
     def choose(state: State, m: int) -> Ints | None:
-        found = tables.choose(table, state, m, choices)
-        return choices.sizes[found] if found >= 0 else None
+        index = tables.choose(table, state, m, choices)
+        return choices.sizes[index] if index >= 0 else None
 
     def pick(line: int, s: int, t: int, m: int) -> tuple[int, int, int]:
         choice = kernels.choose(lines[line], s, t, min(m, last))
@@ -66,12 +66,12 @@ def table_ops(
 def least_ops(
     join: Join, lines: tuple[Least, ...], states: JoinLeast, available_bytes: int
 ) -> tuple[Compute, ...]:
-    """A schedule within ``available_bytes``, which are at least what is needed."""
+    """Return a schedule within ``available_bytes``, which is at least the least memory."""
     choices = Choices.room(states.numbers)
 
     def choose(state: State, m: int) -> Ints | None:
-        found, _, _ = tables.choose_least(states, state, m, choices)
-        return choices.sizes[found] if found >= 0 else None
+        index, _, _ = tables.choose_least(states, state, m, choices)
+        return choices.sizes[index] if index >= 0 else None
 
     def pick(line: int, s: int, t: int, m: int) -> tuple[int, int, int]:
         choice, _, _ = least.choose_least(lines[line], s, t, m)
@@ -83,7 +83,7 @@ def least_ops(
 def _ops(
     join: Join, n: JoinNumbers, choose: _Choose, pick: _Pick, available: int, *, quantum: int
 ) -> tuple[Compute, ...]:
-    """The schedule of the whole join; ``quantum`` are the bytes of what is ``available``."""
+    """Return the schedule of the whole join, with ``available`` units of ``quantum`` bytes."""
     first, trunk = join.first_stages, len(join.branches)
     ops: list[Compute] = []
     todo: list[_State | _Segment | Compute]
@@ -100,24 +100,27 @@ def _ops(
         p, h, t, available = item
         choice = choose((int(np.dot(p, n.strides)), h, t), available)
         if choice is None:
-            raise AssertionError(f"no choice explains the value of {item}")
+            raise AssertionError(f"no choice gives the value of {item}")
         kind, b, cut = choice[[tables.KIND, tables.BRANCH, tables.CUT_AT]].tolist()
-        rest = available - slots_up(int(choice[tables.STATE_BYTES]), quantum)
-        beside = available - slots_up(int(choice[tables.SEGMENT_BYTES]), quantum)
+        state_free = available - slots_up(int(choice[tables.STATE_BYTES]), quantum)
+        segment_free = available - slots_up(int(choice[tables.SEGMENT_BYTES]), quantum)
         if kind == tables.KEEP:
             ops.append(Forward(first[b] + p[b], Keep.ALL, option=cut))
             moved = (*p[:b], p[b] + 1, *p[b + 1 :])
-            todo += [Backward(first[b] + p[b]), _State(moved, h | 1 << b, t, rest)]
+            todo += [Backward(first[b] + p[b]), _State(moved, h | 1 << b, t, state_free)]
         elif kind == tables.CUT:
             ops += sweep(first[b] + p[b], first[b] + cut)
             moved = (*p[:b], cut, *p[b + 1 :])
-            todo += [_Segment(b, p[b], cut - 1, beside), _State(moved, h & ~(1 << b), t, rest)]
-        elif kind == tables.TURN:
-            for branch in tables.turn_order(n, np.array(p, dtype=np.int64)).tolist():
+            todo += [
+                _Segment(b, p[b], cut - 1, segment_free),
+                _State(moved, h & ~(1 << b), t, state_free),
+            ]
+        elif kind == tables.TRUNK_CUT:
+            for branch in tables.sweep_order(n, np.array(p, dtype=np.int64)).tolist():
                 if p[branch] < n.lengths[branch]:
                     ops += sweep(first[branch] + p[branch], first[branch + 1])
             ops += [Forward(first[trunk] + j, Keep.NONE) for j in range(cut)]
-            todo += [_State(p, h, cut - 1, rest), _Segment(trunk, cut, t, beside)]
+            todo += [_State(p, h, cut - 1, state_free), _Segment(trunk, cut, t, segment_free)]
         else:
-            todo.append(_Segment(trunk, 0, t, beside))
+            todo.append(_Segment(trunk, 0, t, segment_free))
     return tuple(ops)
