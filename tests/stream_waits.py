@@ -16,7 +16,9 @@ from fxremat.runtime import lease, streams
 
 ORDERING = frozenset({"wait_event", "wait_stream", "synchronize", "record_stream"})
 """How torch is told of an order."""
-HELPERS = frozenset({"wait_for_compute", "hold_back", "settle", "wait_for", "abandon", "_abandon"})
+HELPERS = frozenset(
+    {"wait_for_compute", "hold_back", "wait_until_copied", "wait_for", "abandon", "_abandon"}
+)
 """What in the runtime does no more than that."""
 _NO_WAIT = "_no_wait"
 

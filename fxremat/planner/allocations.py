@@ -1,8 +1,8 @@
-"""What a step asks of the device's allocator, in order, and what it is handed out for that.
+"""Replay what a step requests from the device's allocator.
 
-An evaluation adds up what a step holds. An allocator that rounds, splits and keeps blocks hands out
-more: which is found by replaying every request of the emitted graphs in its model
-(``planner.allocator``).
+An evaluation adds up the bytes that a step holds. An allocator that rounds, splits and caches
+blocks hands out more than that. How much more is known only after replaying every request of the
+emitted graphs in a model of the allocator (``planner.allocator``).
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from fxremat.progress import LOG
 from fxremat.units import Counted
 
 STEPS = 2
-"""Steps that are replayed one after the other: the first finds the cache empty, the next one as
-the first has left it. A third hands out no more in any plan of the tests' zoo."""
+"""How many steps are replayed in a row. The first starts with an empty cache, the next with the
+cache that the first one left. A third step hands out no more for any plan in the tests."""
 
 SPARE_BYTES = SMALL_SEGMENT_BYTES
-"""Reserved beyond what a replay reserves. Small blocks fill segments to the last hole: a few bytes
-that nobody told of, as a metric or the next batch's numbers take, have the allocator take one
-more."""
+"""Reserved bytes that are added to what a replay reserves. Small blocks fill their segments
+completely, so a few unplanned bytes, such as those of a metric or of the next batch's labels, make
+the allocator take another segment."""
 
 HELD_ON = -2
-"""The key of what is held from the loss point to the end, beside the gradients of the outputs."""
+"""The key of what is held from the loss point to the end of the step, without the gradients of the
+outputs."""
 
 
 def settings_of(device: torch.device) -> AllocatorSettings | None:
-    """The rules of a device's allocator; ``None``: it hands out what is asked for.
+    """Return the settings of a device's allocator.
 
-    That is so on a CPU. It is assumed, and said, of CUDA's own allocator (``cudaMallocAsync``)
-    and of one that was plugged in.
+    Returns:
+        ``None`` if the allocator is assumed to hand out exactly what is requested: on a CPU, and,
+        with a warning, for CUDA's own allocator (``cudaMallocAsync``) and for plugged-in ones.
     """
     if device.type != "cuda":
         return None
@@ -61,16 +63,16 @@ def settings_of(device: torch.device) -> AllocatorSettings | None:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What a step asks for, and gives back.
+    """Requests of a step to the allocator: allocations and releases.
 
     Attributes:
-        given_bytes: what is there before, each by itself.
-        calls: during each call, the copies back that are made before it among them.
-        turn: at the turn, what the forward still gives back before it first.
-        turn_index: of the first call after the turn.
-        end: after the last call.
-        unplaced_bytes: held throughout, in blocks whose sizes are unknown, or released before the
-            loss: a replay takes that for held.
+        given_bytes: sizes of the tensors that exist before the step.
+        calls: requests of each call, including the copies from the host that precede it.
+        turn: requests at the loss point, the last releases of the forward first.
+        turn_index: index of the first call after the loss point.
+        end: requests after the last call.
+        unplaced_bytes: bytes that are held in blocks of unknown size. A replay counts them as held
+            throughout, even if they are released before the loss.
     """
 
     given_bytes: tuple[int, ...]
@@ -81,7 +83,7 @@ class Requests:
     unplaced_bytes: int
 
     def __iter__(self) -> Iterator[Request]:
-        """Each request of the step, in order."""
+        """Iterate over the requests of the step, in order."""
         for index, requests in enumerate(self.calls):
             if index == self.turn_index:
                 yield from self.turn
@@ -97,13 +99,14 @@ def requests_of_step(
     *,
     in_pieces: bool = False,
 ) -> Requests:
-    """What the graphs of ``program`` ask for.
+    """Return what the graphs of ``program`` request.
 
-    A workspace is one request right after the results of its operation, unless all is asked for
-    ``in_pieces``. So is what a loss outside the model takes, after the tangents, but for its
-    small blocks.
+    Unless ``in_pieces`` is set, a workspace is one request right after the results of its
+    operation. The memory of a loss outside the model is one request after the tangents, except for
+    its small blocks.
 
-    Ensures: the sums of the requests so far are what an evaluation says is held.
+    Ensures:
+        At each point the sum of the requests is what an evaluation reports as held.
     """
     calls = []
     joint = program.line.joint
@@ -123,48 +126,50 @@ def requests_of_step(
     small_bytes = min(max(context_bytes.turn_small_bytes - small, 0), loss_bytes)
     given = context_bytes.given_each_bytes
     return Requests(
-        given_bytes=_whole(given),
+        given_bytes=_without_empty(given),
         calls=tuple(calls),
-        turn=(*at_turn, *made, *_at_once(loss_bytes, small_bytes)),
+        turn=(*at_turn, *made, *_transient(loss_bytes, small_bytes)),
         turn_index=program.turn,
-        end=_at_once(context_bytes.end_bytes),
+        end=_transient(context_bytes.end_bytes),
         unplaced_bytes=context_bytes.given_bytes - sum(given),
     )
 
 
-def _whole(sizes: Iterable[int]) -> tuple[int, ...]:
+def _without_empty(sizes: Iterable[int]) -> tuple[int, ...]:
     return tuple(nbytes for nbytes in sizes if nbytes)
 
 
-def _at_once(nbytes: int, small_bytes: int = 0) -> tuple[Request, ...]:
-    """Asked for together, and given back: ``small_bytes`` of it in the small pool."""
+def _transient(nbytes: int, small_bytes: int = 0) -> tuple[Request, ...]:
+    """Return requests that allocate and release ``nbytes``, ``small_bytes`` of it in the small
+    pool.
+    """
     pieces = range(0, small_bytes, MOST_SMALL_BYTES)
     small = [min(MOST_SMALL_BYTES, small_bytes - begin) for begin in pieces]
-    sizes = _whole((max(nbytes - small_bytes, 0), *small))
+    sizes = _without_empty((max(nbytes - small_bytes, 0), *small))
     asked = [(WORKSPACE, size) for size in sizes]
     return (*asked, *((key, -size) for key, size in reversed(asked)))
 
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """What a step takes at most.
+    """The peaks of a step, as the allocator counts them.
 
     Attributes:
-        allocated_bytes: in blocks that the allocator has handed out.
-        reserved_bytes: that the allocator has taken from the device, and for a plan what is left
-            to it beside.
+        allocated_bytes: bytes of the blocks that the allocator has handed out.
+        reserved_bytes: bytes that the allocator has taken from the device. For a plan, this
+            includes ``SPARE_BYTES``.
     """
 
     allocated_bytes: int
     reserved_bytes: int
 
     def counted_bytes(self, counted: Counted) -> int:
-        """One of the two."""
+        """Return the peak that a budget of this kind limits."""
         return self.reserved_bytes if counted == "reserved" else self.allocated_bytes
 
 
 def replay_requests(requests: Requests, settings: AllocatorSettings) -> Allocated:
-    """Replay a few steps, beginning with an empty cache."""
+    """Replay ``STEPS`` steps, starting with an empty cache, and return the peaks."""
     allocator = CachingAllocator(settings)
     for nbytes in requests.given_bytes:
         allocator.allocate(nbytes)
@@ -186,14 +191,15 @@ def replay_requests(requests: Requests, settings: AllocatorSettings) -> Allocate
 
 @dataclass(frozen=True, slots=True)
 class Allocations:
-    """What programs of one line take; remembers each that was asked for.
+    """Allocator peaks of the programs of one line, with a cache.
 
     Attributes:
-        footprints: of the line.
-        context_bytes: of the step.
-        settings: the rules of the device's allocator; ``None``: it hands out what is asked
-            for, and takes no more from the device.
-        budget_on: what the budget is for.
+        footprints: footprints of the line's blocks.
+        context_bytes: memory of the step that no block allocates.
+        settings: settings of the device's allocator; ``None`` if it hands out exactly what is
+            requested and reserves no more.
+        budget_on: which of the two peaks the budget limits.
+        known: results by candidate.
     """
 
     footprints: Footprints
@@ -203,11 +209,11 @@ class Allocations:
     known: dict[Hashable, Allocated] = field(default_factory=dict)
 
     def of(self, candidate: Candidate, program: Callable[[], Program]) -> Allocated:
-        """What the graphs of a candidate take: never less than the sum that is its peak.
+        """Return the peaks of a candidate; they are never less than its ``peak_bytes``.
 
         Args:
-            candidate: what was decided.
-            program: makes the calls, if these have to be looked at.
+            candidate: the decision.
+            program: builds the calls of the candidate; called only if they must be replayed.
         """
         if self.settings is None:
             return Allocated(candidate.peak_bytes, candidate.peak_bytes)
@@ -216,7 +222,7 @@ class Allocations:
                 program(), self.context_bytes, self.footprints, candidate.moves, in_pieces=True
             )
             taken = replay_requests(requests, self.settings)
-            # Pieces of workspace that were seen at one size are not known at others.
+            # How a workspace is requested in pieces was measured at one size only.
             allocated_bytes = max(taken.allocated_bytes, candidate.peak_bytes)
             reserved_bytes = max(taken.reserved_bytes, allocated_bytes) + SPARE_BYTES
             self.known[candidate.key] = Allocated(allocated_bytes, reserved_bytes)

@@ -1,28 +1,29 @@
-"""What torch's caching allocator for CUDA hands out, and what it takes from the device.
+"""A model of torch's caching allocator for CUDA.
 
-A tensor's bytes are not what its allocation takes. Requests are rounded; a cached block is
-handed out whole where what would be left over is small; memory comes from the device in
-segments. The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and
-``c10/core/AllocatorConfig.cpp`` in torch 2.11 to 2.15, whose allocator of that name is called
-"native":
+An allocation takes more than the bytes of its tensor. Requests are rounded up; a cached block is
+handed out whole if little would be left over; memory comes from the device in segments. The rules
+are those of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.cpp`` in torch
+2.11 to 2.15, for the allocator that torch calls "native":
 
 * Sizes are rounded up to 512 bytes, or to a fraction of a power of two
-  (``roundup_power2_divisions``). Up to 1 MiB they are of the small pool, else of the large one.
-* Each stream has its own free blocks in each pool. The smallest one that is large enough is
-  taken; among those of one size that of the oldest segment, and the lowest address in it.
-* A block is split if at least 512 bytes are left over, in the large pool if more than 1 MiB is.
-* With no such block a segment is taken: 2 MiB for the small pool; 20 MiB
-  (``large_segment_size_mb``) up to 10 MiB; from there on what is asked for, in 2 MiB.
-* A freed block merges with the free ones beside it in its segment.
-* With ``expandable_segments`` a stream has one segment in each pool, which grows by 2 MiB or
-  20 MiB at its end, and every block is split that leaves 512 bytes. A free block at the end
-  counts as endless when the best fit is looked for.
-* With ``max_split_size_mb`` blocks of that size are neither split nor given to smaller requests,
-  nor to one that would waste ``max_non_split_rounding_mb``.
+  (``roundup_power2_divisions``). Sizes up to 1 MiB belong to the small pool, others to the large
+  pool.
+* Each stream has its own free blocks in each pool. The smallest block that is large enough is
+  taken; among blocks of equal size, the one of the oldest segment with the lowest address.
+* A block is split if at least 512 bytes would be left over; in the large pool, if more than 1 MiB
+  would be.
+* If no block fits, a segment is taken from the device: 2 MiB for the small pool; 20 MiB
+  (``large_segment_size_mb``) for up to 10 MiB; from there on the requested size, rounded up to 2
+  MiB.
+* A freed block is merged with its free neighbors in the segment.
+* With ``expandable_segments`` a stream has one segment in each pool, which grows by 2 MiB or 20 MiB
+  at its end, and a block is split whenever 512 bytes are left over. A free block at the end of the
+  segment counts as infinitely large in the search for the best fit.
+* With ``max_split_size_mb``, blocks of at least that size are not split. They serve neither smaller
+  requests nor requests that would waste ``max_non_split_rounding_mb``.
 
-Where two free blocks of one size lie in different segments, that of the segment that was taken
-first is handed out. Nothing ever goes back to the device: that happens where memory runs out, when
-a cache is emptied, or beyond a ``garbage_collection_threshold``.
+The model never returns memory to the device. The real allocator does that only if memory runs out,
+if its cache is emptied, or above a ``garbage_collection_threshold``.
 """
 
 from __future__ import annotations
@@ -32,35 +33,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MIB = 1 << 20
-"""Bytes."""
+"""Bytes in a mebibyte."""
 
 
 LEAST_BLOCK_BYTES = 512
-"""Of which every block is a multiple."""
+"""The size of every block is a multiple of this."""
 
 MOST_SMALL_BYTES = MIB
-"""The largest block of the small pool; also what a large block may leave over unsplit."""
+"""The largest block of the small pool; also the most that is left over without splitting a large
+block."""
 
 SMALL_SEGMENT_BYTES = 2 * MIB
 
 WHOLE_SEGMENT_FROM_BYTES = 10 * MIB
-"""From here on a request gets a segment of its own, in multiples of 2 MiB."""
+"""A request of this size or more gets a segment of its size, rounded up to a multiple of 2 MiB."""
 
 ROUNDING_RANGES = 16
-"""Ranges of sizes with divisions of their own: from 1 MiB, 2 MiB, … 32 GiB on."""
+"""How many ranges of sizes have their own ``divisions``: from 1 MiB, 2 MiB, …, 32 GiB on."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
-    """Which of the rules hold.
+    """Settings of the allocator.
 
     Attributes:
-        expandable_segments: segments grow.
-        large_segment_bytes: what the large pool takes at once.
-        max_split_bytes: blocks of this size on are kept whole; ``None``: none is.
-        max_waste_bytes: what such a block may be larger than the request.
-        divisions: into how many parts the stretch between two powers of two is divided, sizes
-            being rounded up to one of them: for each of the 16 ranges of sizes; 0 or 1: none.
+        expandable_segments: whether segments grow.
+        large_segment_bytes: size of a segment of the large pool.
+        max_split_bytes: blocks of at least this size are not split; ``None``: all blocks may be.
+        max_waste_bytes: by how much such a block may exceed the request that it serves.
+        divisions: for each of the 16 ranges of sizes, the number of steps between two powers of two
+            to which sizes are rounded up; 0 or 1: sizes are rounded up to 512 bytes.
     """
 
     expandable_segments: bool = False
@@ -85,11 +87,12 @@ class AllocatorSettings:
 
     @staticmethod
     def read(snapshot: Mapping[str, object]) -> AllocatorSettings:
-        """Of ``torch.cuda.memory._snapshot()["allocator_settings"]``.
+        """Read ``torch.cuda.memory._snapshot()["allocator_settings"]``.
 
-        Two sizes are told there only in the text of the environment variable.
+        Two of the sizes are only in the text of the environment variable.
         """
-        written = _written(" ".join(str(v) for k, v in snapshot.items() if "ALLOC_CONF" in k))
+        text = " ".join(str(value) for key, value in snapshot.items() if "ALLOC_CONF" in key)
+        written = _integer_settings(text)
         most = snapshot.get("max_split_size")
         divisions = snapshot.get("roundup_power2_divisions")
         by_range = divisions if isinstance(divisions, Mapping) else {}
@@ -97,14 +100,14 @@ class AllocatorSettings:
         return AllocatorSettings(
             expandable_segments=bool(snapshot.get("expandable_segments", False)),
             large_segment_bytes=written.get("large_segment_size_mb", 20) * MIB,
-            # Unlimited is the largest number that there is, or -1 once it is signed.
+            # "Unlimited" is the largest unsigned number, or -1 if it was read as signed.
             max_split_bytes=most if isinstance(most, int) and 0 <= most < 1 << 62 else None,
             max_waste_bytes=written.get("max_non_split_rounding_mb", 20) * MIB,
             divisions=(*numbers, *(0,) * ROUNDING_RANGES)[:ROUNDING_RANGES],
         )
 
     def block_bytes(self, nbytes: int) -> int:
-        """The least block that holds ``nbytes``; 0 takes none."""
+        """Return the size of the smallest block that holds ``nbytes``; 0 bytes take no block."""
         if nbytes == 0:
             return 0
         index = min(max(nbytes.bit_length() - MIB.bit_length(), 0), ROUNDING_RANGES - 1)
@@ -115,7 +118,7 @@ class AllocatorSettings:
         return -(-nbytes // LEAST_BLOCK_BYTES) * LEAST_BLOCK_BYTES
 
     def segment_bytes(self, block_bytes: int) -> int:
-        """What is taken from the device for a block that no free one can hold."""
+        """Return the size of the segment that is taken for a block of this size."""
         if block_bytes <= MOST_SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if block_bytes < WHOLE_SEGMENT_FROM_BYTES:
@@ -123,22 +126,22 @@ class AllocatorSettings:
         return -(-block_bytes // (2 * MIB)) * 2 * MIB
 
 
-def _written(text: str) -> dict[str, int]:
-    """The settings in ``text`` whose value is one whole number."""
+def _integer_settings(text: str) -> dict[str, int]:
+    """Return the settings in ``text`` whose value is one integer."""
     pairs = (entry.partition(":") for entry in text.replace(" ", "").split(","))
     return {key: int(value) for key, _, value in pairs if value.isdigit()}
 
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """A part of a segment, in a list with those beside it.
+    """A part of a segment, linked with its neighbors.
 
     Attributes:
-        address: its first byte; each segment has addresses of its own.
+        address: address of its first byte; addresses are unique across segments.
         nbytes: its size.
-        pool: where it is when it is free.
-        free: nobody has it.
-        before, after: its neighbours in the segment.
+        pool: the pool that it belongs to.
+        free: whether it is not handed out.
+        before, after: its neighbors in the segment.
     """
 
     address: int
@@ -151,14 +154,14 @@ class _Block:
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """The free blocks of one stream, small or large.
+    """The free blocks of one stream in the small or the large pool.
 
     Attributes:
-        small: which.
-        order: size and address of each, ascending.
-        blocks: each by its address.
-        last: the last block of the segment that grows.
-        end: where that segment ends; where it will begin if there is none.
+        small: whether this is the small pool.
+        end: where the growing segment ends, or will begin.
+        order: size and address of each block, ascending.
+        blocks: blocks by address.
+        last: the last block of the growing segment.
     """
 
     small: bool
@@ -177,12 +180,13 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The allocator of one device, its cache empty at first.
+    """The caching allocator of one device, with an empty cache at first.
 
     Attributes:
-        allocated_bytes: in blocks that are handed out, each counted whole.
-        reserved_bytes: taken from the device.
-        peak_allocated_bytes, peak_reserved_bytes: the most of each.
+        allocated_bytes: bytes of the blocks that are handed out, each counted whole.
+        reserved_bytes: bytes that were taken from the device.
+        peak_allocated_bytes: the maximum of ``allocated_bytes``.
+        peak_reserved_bytes: the maximum of ``reserved_bytes``.
     """
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
@@ -191,31 +195,31 @@ class CachingAllocator:
         self._settings = settings or AllocatorSettings()
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._held: dict[int, _Block | None] = {}
-        self._handles = 0
-        self._ends = 0
+        self._last_handle = 0
+        self._next_address = 0
 
     def allocate(self, nbytes: int, *, stream: int = 0) -> int:
-        """Hand out a block for ``nbytes``; returns a handle to free it by.
+        """Hand out a block for ``nbytes`` and return the handle by which it is freed.
 
         Raises:
             ValueError: ``nbytes`` is negative.
         """
         if nbytes < 0:
             raise ValueError(f"{nbytes} bytes cannot be allocated")
-        self._handles += 1
+        self._last_handle += 1
         size = self._settings.block_bytes(nbytes)
-        block = self._take(size, stream) if size else None
-        self._held[self._handles] = block
+        block = self._take_block(size, stream) if size else None
+        self._held[self._last_handle] = block
         if block is not None:
             self.allocated_bytes += block.nbytes
             self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        return self._handles
+        return self._last_handle
 
     def free(self, handle: int) -> None:
-        """Take a block back into its stream's pool.
+        """Put a block back into its stream's pool.
 
         Raises:
-            ValueError: the handle is of no block that is handed out.
+            ValueError: the handle belongs to no block that is handed out.
         """
         if handle not in self._held:
             raise ValueError(f"handle {handle} was never handed out, or is free already")
@@ -235,34 +239,34 @@ class CachingAllocator:
         pool.add(block)
 
     def blocks(self) -> tuple[tuple[int, int, bool], ...]:
-        """Address, size and whether it is free of each block, by address.
+        """Return address, size and whether it is free for each block, by address.
 
-        Blocks follow each other without a gap only within a segment.
+        Adjacent addresses mean that two blocks lie in the same segment.
         """
         free = [block for pool in self._pools.values() for block in pool.blocks.values()]
         every = [*free, *(block for block in self._held.values() if block is not None)]
         return tuple(sorted((block.address, block.nbytes, block.free) for block in every))
 
-    def _take(self, size: int, stream: int) -> _Block:
-        """A block of at least ``size``, split where that is done."""
+    def _take_block(self, size: int, stream: int) -> _Block:
+        """Take a block of at least ``size`` bytes, and split it if the rules say so."""
         pool = self._pool(small=size <= MOST_SMALL_BYTES, stream=stream)
         settings = self._settings
-        block = self._best(pool, size)
+        block = self._best_fit(pool, size)
         if block is not None:
             pool.remove(block)
         elif settings.expandable_segments:
-            block = self._grown(pool, size)
+            block = self._grow_segment(pool, size)
         else:
             nbytes = settings.segment_bytes(size)
-            block = _Block(self._place(nbytes), nbytes, pool, free=False)
+            block = _Block(self._new_addresses(nbytes), nbytes, pool, free=False)
             self._reserve(nbytes)
         block.free = False
         if self._is_split(pool, block.nbytes, size):
             self._split(block, size)
         return block
 
-    def _best(self, pool: _Pool, size: int) -> _Block | None:
-        """The free block to use."""
+    def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
+        """Return the free block that serves the request, or ``None``."""
         settings, order = self._settings, pool.order
         index = bisect_left(order, (size, -1))
         if index == len(order):
@@ -278,8 +282,8 @@ class CachingAllocator:
                 return None
         return block
 
-    def _grown(self, pool: _Pool, size: int) -> _Block:
-        """The end of the segment that grows, made large enough."""
+    def _grow_segment(self, pool: _Pool, size: int) -> _Block:
+        """Grow the segment until its last block has ``size`` bytes, and return that block."""
         unit = SMALL_SEGMENT_BYTES if pool.small else self._settings.large_segment_bytes
         last = pool.last
         if last is not None and last.free:
@@ -305,7 +309,7 @@ class CachingAllocator:
 
     @staticmethod
     def _split(block: _Block, size: int) -> None:
-        """Leave ``size`` bytes of ``block``; the rest is a free one after it."""
+        """Cut ``block`` to ``size`` bytes; the rest becomes a free block after it."""
         pool, after = block.pool, block.after
         rest = _Block(
             block.address + size, block.nbytes - size, pool, free=True, before=block, after=after
@@ -319,7 +323,7 @@ class CachingAllocator:
 
     @staticmethod
     def _join(first: _Block, second: _Block) -> None:
-        """``second`` becomes a part of ``first``, which lies before it."""
+        """Merge ``second`` into ``first``, its neighbor in front."""
         first.nbytes += second.nbytes
         first.after = second.after
         if second.after is not None:
@@ -330,15 +334,15 @@ class CachingAllocator:
     def _pool(self, *, small: bool, stream: int) -> _Pool:
         pool = self._pools.get((stream, small))
         if pool is None:
-            # Room to grow to: no other segment begins there.
-            end = self._place(1 << 50) if self._settings.expandable_segments else 0
+            # The segment may grow to this size without meeting another one.
+            end = self._new_addresses(1 << 50) if self._settings.expandable_segments else 0
             pool = self._pools[stream, small] = _Pool(small, end)
         return pool
 
-    def _place(self, nbytes: int) -> int:
-        """Addresses that nothing else has, nor anything right beside them."""
-        begin = self._ends
-        self._ends += nbytes + LEAST_BLOCK_BYTES
+    def _new_addresses(self, nbytes: int) -> int:
+        """Return the first of ``nbytes`` unused addresses, with a gap to all others."""
+        begin = self._next_address
+        self._next_address += nbytes + LEAST_BLOCK_BYTES
         return begin
 
     def _reserve(self, nbytes: int) -> None:

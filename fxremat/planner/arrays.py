@@ -27,12 +27,12 @@ from fxremat.planner.places import (
 )
 
 MOST_ROOM = 1 << 27
-"""Entries of the arrays that no evaluation should need."""
+"""Entries that the array of integers may grow to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizedNumbers:
-    """What of a step is not the same at every size; shapes as in :class:`At`."""
+    """The numbers of a step that depend on its sizes; for shapes see :class:`At`."""
 
     nbytes: Ints
     workspace: Ints
@@ -42,7 +42,7 @@ class SizedNumbers:
 
     @staticmethod
     def of(measured: Measured, options: Options, number: Mapping[fx.Node, int]) -> SizedNumbers:
-        """Bytes and seconds of a measured line."""
+        """Return the bytes and seconds of a measured line."""
         return SizedNumbers(
             np.array(measured.line.joint.storages.nbytes, dtype=np.int64),
             _workspace(measured, number),
@@ -53,7 +53,7 @@ class SizedNumbers:
 
     @staticmethod
     def nothing(line: Line, number: Mapping[fx.Node, int]) -> SizedNumbers:
-        """Of a line of which only the calls are asked for: no workspace, no time."""
+        """Return the numbers of a line without workspaces and seconds, to derive its calls only."""
         stages = np.zeros(len(line.stages))
         return SizedNumbers(
             np.array(line.joint.storages.nbytes, dtype=np.int64),
@@ -66,17 +66,17 @@ class SizedNumbers:
 
 @dataclass(slots=True)
 class LineArrays:
-    """A measured line as numbers, with room to work in: not for two threads at once.
+    """A measured line as numbers, with working memory. Not thread-safe.
 
     Attributes:
         data: integers.
-        seconds: of what takes time.
-        at: where each lies.
-        number: of each node.
-        nodes: by number.
-        storages: of the value of each forward node.
-        around: the context bytes that ``data`` holds now.
-        numbers: those of ``data`` and ``seconds`` that are of one size.
+        seconds: times.
+        at: the places of both.
+        number: the number of each node.
+        nodes: the nodes by number.
+        storages: storages of the value of each forward node.
+        numbers: the sized numbers that ``data`` and ``seconds`` hold now.
+        context_key: the context bytes that ``data`` holds now.
     """
 
     data: Ints
@@ -86,10 +86,10 @@ class LineArrays:
     nodes: tuple[fx.Node, ...]
     storages: tuple[tuple[int, ...], ...]
     numbers: SizedNumbers
-    around: object = None
+    context_key: object = None
 
     def load(self, numbers: SizedNumbers) -> None:
-        """Work at another size from now on. Blocks are the same there, what they do is not."""
+        """Switch to the numbers of another size, and recompute bytes and seconds of all blocks."""
         from fxremat.planner.extract import resize  # noqa: PLC0415
 
         if numbers is self.numbers:
@@ -108,37 +108,38 @@ class LineArrays:
             self.seconds[place : place + seconds.size] = seconds
         resize(self.data, self.seconds, self.at)
 
-    def surround(
+    def set_context(
         self,
         key: object,
         nbytes: Sequence[int],
         handed: Iterable[fx.Node],
         released: Mapping[int, bool],
     ) -> None:
-        """Evaluate for other context bytes from now on.
+        """Switch to other context bytes.
 
         Args:
-            key: the object by which they are known again.
-            nbytes: given throughout, needed at the turn, held from it on, needed at the end.
-            handed: gradients that are given back as soon as they are made.
+            key: identifies the context, and is stored as ``context_key``.
+            nbytes: bytes held throughout the step, needed at the loss point, held in the backward,
+                and needed at the end.
+            handed: gradients whose memory is released as soon as they are computed.
             released: storages of tangents, and whether their last reader releases them.
         """
         data, at = self.data, self.at
-        data[at.around : at.around + len(nbytes)] = nbytes
+        data[at.context : at.context + len(nbytes)] = nbytes
         data[at.handed : at.handed + at.nodes] = 0
         data[[at.handed + self.number[node] for node in handed]] = 1
-        for storage, so in released.items():
-            data[at.never_freed + storage] = not so
-        self.around = key
+        for storage, is_released in released.items():
+            data[at.never_freed + storage] = not is_released
+        self.context_key = key
 
     def flags(self, held: bytes) -> Flags:
-        """A number for each node from a bit for each; none are set if ``held`` is empty."""
+        """Unpack ``held``, one bit for each node, to an array; an empty ``held`` sets none."""
         if not held:
             return np.zeros(self.at.nodes, dtype=np.uint8)
         return np.unpackbits(np.frombuffer(held, dtype=np.uint8), count=self.at.nodes)
 
     def evaluate(self, codes: Codes, held: Flags) -> tuple[Ints, Floats, float]:
-        """Replay a decision: its calls, seconds of each, and of all; see ``replay.evaluate``."""
+        """Return a decision's calls, the seconds of each, and the total (``replay.evaluate``)."""
         # Loading numba takes longer than all else in the package: not at import.
         from fxremat.planner.replay import ROWS, evaluate  # noqa: PLC0415
 
@@ -147,39 +148,42 @@ class LineArrays:
         return calls, call_s, float(total_s)
 
     def run(self, kernel: Callable[..., Any], *args: object) -> Any:
-        """What ``kernel`` returns, once there is room enough for all blocks at once.
+        """Run ``kernel``, and enlarge the arena until the blocks of one evaluation fit.
 
         Raises:
-            CostError: it runs an operation that was never measured.
-            ScheduleError: it reads what nothing computes.
+            CostError: the kernel runs an operation that was never measured.
+            ScheduleError: the kernel reads a value that no operation computes.
         """
         from fxremat.planner.replay import TOO_LONG  # noqa: PLC0415
 
-        found = kernel(self.data, self.seconds, self.at, *args)
+        result = kernel(self.data, self.seconds, self.at, *args)
         while self.totals()["ended"] == TOO_LONG and self.data.size < MOST_ROOM:
-            arena = self.data.size - self.at.arena  # twice the room for blocks
+            arena = self.data.size - self.at.arena  # doubles the arena
             self.data = np.concatenate([self.data, np.zeros(arena, dtype=np.int64)])
             self.data[self.at.counts + ROOM] = self.data.size
-            found = kernel(self.data, self.seconds, self.at, *args)
+            result = kernel(self.data, self.seconds, self.at, *args)
         self._check()
-        return found
+        return result
 
     def totals(self) -> dict[str, int]:
-        """What the last evaluation found of the whole step."""
+        """Return the totals of the last evaluation, by name."""
         names = ("calls", "turn", "peak_bytes", "turn_bytes", "end_bytes", "ended", "node")
         total = self.at.total
         values = self.data[total : total + len(names)].tolist()
         return dict(zip(names, values, strict=True))
 
     def _check(self) -> None:
-        """Raise what the last evaluation found wrong."""
+        """Raise an error if the last evaluation failed."""
         from fxremat.planner.replay import NEVER_COMPUTED, TOO_LONG, UNTIMED  # noqa: PLC0415
 
         totals = self.totals()
         if not totals["ended"]:
             return
         if totals["ended"] == TOO_LONG:
-            raise ScheduleError("a schedule runs more than can be evaluated at once")
+            raise ScheduleError(
+                f"a schedule needs more than {MOST_ROOM} entries to be evaluated: it has too many "
+                "operations"
+            )
         node = self.nodes[totals["node"]]
         if totals["ended"] == NEVER_COMPUTED:
             raise ScheduleError(f"{node.name} is read but no operation computes it")
@@ -191,21 +195,21 @@ class LineArrays:
 
 
 def _workspace(measured: Measured, number: Mapping[fx.Node, int]) -> Ints:
-    found = np.full((3, len(number)), UNKNOWN, dtype=np.int64)
+    workspace = np.full((3, len(number)), UNKNOWN, dtype=np.int64)
     nodes = tuple(measured.line.joint.module.graph.nodes)
     for index, mode, nbytes in measured.costs.workspace_bytes:
-        found[MODES[Mode(mode)], number[nodes[index]]] = nbytes
-    return found
+        workspace[MODES[Mode(mode)], number[nodes[index]]] = nbytes
+    return workspace
 
 
 def _once_s(line: Line, options: Options, nodes: Sequence[fx.Node]) -> Floats:
-    found = np.full((2, len(nodes)), float(UNKNOWN))
+    once_s = np.full((2, len(nodes)), float(UNKNOWN))
     for i, node in enumerate(nodes):
         if node in line.views or is_getitem(node):
-            found[:, i] = 0.0
+            once_s[:, i] = 0.0
         elif node in line.stage_of:
             charges = options.parts[line.stage_of[node]].charges
             if node in charges.alone_s:
-                found[0, i] = charges.once_s(node, rebuilds=False)
-                found[1, i] = charges.once_s(node, rebuilds=True)
-    return found
+                once_s[0, i] = charges.once_s(node, rebuilds=False)
+                once_s[1, i] = charges.once_s(node, rebuilds=True)
+    return once_s

@@ -1,9 +1,9 @@
-"""Schedules of recomputations that plans with transfers are built on.
+"""Schedules of recomputations that plans with transfers start from.
 
-What of a schedule travels is chosen afterwards (``planner.moves``), from what it keeps over the
-turn. So a good base keeps more than the budget has room for, and runs again only what fits
-beside the rest. The fastest schedules for larger budgets keep more, too, but most run again
-what needs these budgets, and no transfer helps there.
+``planner.moves`` decides afterwards which of the tensors that a schedule keeps across the loss
+point travel to the host. So a good base keeps more than fits in the budget, and recomputes only
+what fits next to the rest. The fastest schedules for larger budgets also keep more, but most of
+them recompute operations that need these budgets, and no transfer helps there.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from fxremat.planner.candidates import Candidate, Pool
 from fxremat.planner.generators import SLOTS, Setting
 
 MOST = 64
-"""Candidates of a planner that are looked at."""
+"""How many candidates of each pool are tried."""
 
 AWAY = tuple(part / 20 for part in range(21))
-"""Shares of what is kept over the turn that bases are planned to have elsewhere."""
+"""Shares of the kept bytes that bases assume to be on the host at the loss point."""
 
 
 def of_pools(pools: Iterable[Pool]) -> tuple[Candidate, ...]:
-    """Some candidates of each: of the best of all, and of each generator's alone.
+    """Return up to ``MOST`` candidates of each pool.
 
-    What another generator is faster than without transfers may still be the better base for them.
+    A generator that is beaten without transfers may still have the better base for them.
     """
     return tuple(dict.fromkeys(c for pool in pools for c in pool.thinned(MOST)))
 
 
 def relieved(setting: Setting, budget_bytes: int) -> Iterator[Codes]:
-    """For ever more that is away: what then fits (``RotorTable.relieved``)."""
+    """Yield optimal schedules under the assumption that a growing share of the kept bytes is on the
+    host (``RotorTable.relieved``).
+    """
     # Loading numba takes longer than all else in the package: not at import.
     from fxremat.solvers.rotor import RotorTable  # noqa: PLC0415
 
@@ -40,9 +42,9 @@ def relieved(setting: Setting, budget_bytes: int) -> Iterator[Codes]:
     )
     tried: set[bytes] = set()
     for away in AWAY:
-        found = table.relieved(away).schedule(budget_bytes)
-        if isinstance(found, Solved):
-            codes = coded(found.schedule)
+        solution = table.relieved(away).schedule(budget_bytes)
+        if isinstance(solution, Solved):
+            codes = coded(solution.schedule)
             if codes.tobytes() not in tried:
                 tried.add(codes.tobytes())
                 yield codes

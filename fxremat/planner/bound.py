@@ -1,10 +1,10 @@
-"""How fast any schedule could be: a relaxation of one moment of the step.
+"""A lower bound on the seconds of any schedule, from a relaxation of single moments.
 
-At the turn, and at each operation of the backward, memory holds some of the tensors that
-are still to be read. The others are computed again after that moment, and so is whatever
-that takes and is not held either. Storages may be held and operations run in fractions
-here, and no other moment limits memory, so no schedule takes less, persistent or not. The
-bound is the greatest over a few moments.
+At the loss point, and at each operation of the backward, memory holds some of the tensors that are
+read later. The others are computed again after that moment, together with whatever that takes and
+is not held either. The relaxation lets storages be held and operations be run in fractions, and
+ignores the memory limit at all other moments. So no schedule, persistent or not, takes less time.
+The bound is the maximum over a few moments.
 """
 
 from __future__ import annotations
@@ -26,14 +26,19 @@ from fxremat.planner.context_bytes import ContextBytes
 from fxremat.planner.handed import staying
 
 MOST_MOMENTS = 16
-"""At most so many moments of the backward are looked at, evenly from the fullest to the emptiest: a
-few bytes less count for nothing where what has to be there is dearer to compute again.
+"""How many moments of the backward are evaluated, evenly spaced from the fullest to the emptiest.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """A forward operation, as it would run again."""
+    """A forward operation as a recomputation.
+
+    Attributes:
+        makes: storages that it allocates.
+        reads: storages that it reads and that are not always held.
+        seconds: what it takes.
+    """
 
     makes: frozenset[int]
     reads: frozenset[int]
@@ -46,8 +51,8 @@ class Moment:
 
     Attributes:
         required: forward storages that the backward reads after it.
-        anyway: forward storages that are in memory then whatever the schedule.
-        occupied_bytes: taken then, ``anyway`` included.
+        anyway: forward storages that are held at that moment under every schedule.
+        occupied_bytes: bytes that are held under every schedule, including ``anyway``.
     """
 
     required: frozenset[int]
@@ -60,9 +65,9 @@ class Relaxation:
     """The linear programs of a measured line.
 
     Attributes:
-        operations: of the forward, in order.
-        moments: the turn first.
-        nbytes: of each storage.
+        operations: forward operations, in order.
+        moments: the moments, the loss point first.
+        nbytes: size of each storage.
     """
 
     operations: tuple[Recomputation, ...]
@@ -71,7 +76,7 @@ class Relaxation:
 
     @staticmethod
     def of(measured: Measured, blocks: BlockCache, context_bytes: ContextBytes) -> Relaxation:
-        """Find the moments that are looked at."""
+        """Choose the moments of a measured line."""
         operations = _operations(measured)
         made = frozenset(s for operation in operations for s in operation.makes)
         moments = _moments(measured, blocks, context_bytes, made)
@@ -79,9 +84,9 @@ class Relaxation:
         return Relaxation(tuple(operations), tuple(moments), nbytes)
 
     def least_s(self, budget_bytes: int) -> float:
-        """Seconds of recomputation that no schedule within a budget can do without.
+        """Return seconds of recomputation that every schedule within a budget takes.
 
-        0, which always holds, without ortools.
+        Without ortools the result is 0, which is always a valid bound.
         """
         solvers = optional.find("ortools.linear_solver.pywraplp")
         if solvers is None:
@@ -91,9 +96,9 @@ class Relaxation:
 
 
 class _Programs:
-    """Linear programs of all moments: to hold or compute again what is read after each.
+    """The linear programs of all moments: each storage that is read later is held or recomputed.
 
-    They differ in which constraints count, and in the bytes that are left.
+    They share their variables, and differ in their active constraints and in the available bytes.
     """
 
     def __init__(self, relaxation: Relaxation, pywraplp: ModuleType) -> None:
@@ -103,28 +108,30 @@ class _Programs:
         maker = {s: i for i, operation in enumerate(operations) for s in operation.makes}
         runs = [solver.NumVar(0.0, 1.0, "") for _ in operations]
         held = {s: solver.NumVar(0.0, 1.0, "") for s in maker}
-        self._there = {s: self._at_least_0({held[s]: 1.0, runs[i]: 1.0}) for s, i in maker.items()}
+        self._available = {
+            s: self._at_least_0({held[s]: 1.0, runs[i]: 1.0}) for s, i in maker.items()
+        }
         self._read = [
             (s, self._at_least_0({held[s]: 1.0, runs[maker[s]]: 1.0, run: -1.0}))
             for operation, run in zip(operations, runs, strict=True)
             for s in sorted(operation.reads & maker.keys())
         ]
-        self._unit = max(sum(nbytes[s] for s in maker), 1)  # coefficients near one
+        self._unit = max(sum(nbytes[s] for s in maker), 1)  # keeps coefficients near 1
         self._room = self._at_least_0({h: -nbytes[s] / self._unit for s, h in held.items()})
         for operation, run in zip(operations, runs, strict=True):
             solver.Objective().SetCoefficient(run, operation.seconds)
         solver.Objective().SetMinimization()
 
     def _at_least_0(self, terms: Mapping[Any, float]) -> Any:
-        """A sum of variables that is never negative."""
+        """Constrain a weighted sum of variables to be at least 0."""
         constraint = self._solver.Constraint(0.0, self._solver.infinity())
         for variable, coefficient in terms.items():
             constraint.SetCoefficient(variable, coefficient)
         return constraint
 
     def least_s(self, moment: Moment, budget_bytes: int) -> float:
-        """Seconds that are computed again after ``moment``, at least."""
-        for storage, constraint in self._there.items():
+        """Return the least seconds of recomputation after ``moment``."""
+        for storage, constraint in self._available.items():
             constraint.SetLb(float(storage in moment.required and storage not in moment.anyway))
         for storage, constraint in self._read:
             constraint.SetLb(-1.0 if storage in moment.anyway else 0.0)
@@ -140,13 +147,13 @@ def _moments(
     context_bytes: ContextBytes,
     rebuildable: frozenset[int],
 ) -> list[Moment]:
-    """The turn, and the fullest operations of the backward, one a stage."""
+    """Return the loss point, and for each stage the fullest operation of its backward."""
     line = measured.line
     table = line.joint.storages
     stays = staying(line, context_bytes)
     given = table.of(line.joint.given)
     pinned = table.of(line.pinned) - given
-    # What else is pinned goes after its last reader; a recorded state may never be made.
+    # Other pinned storages are freed after their last reader; a recorded state may never exist.
     outputs = table.of(line.joint.results) & pinned
     always = given | outputs | table.of(line.joint.tangents)
     kept = pinned - always
@@ -155,23 +162,23 @@ def _moments(
     fullest: dict[int, Moment] = {}
     for part in _parts(line):
         later = set(table.of(_read_by(part.after)))
-        # Before the operation: all but those to come.
+        # The walk goes backwards: it starts with everything that was computed.
         finished = set(table.of(stays.intersection(part.before)) - always)
-        there = finished | (later & kept)
-        there_bytes = table.total(there)
+        live = finished | (later & kept)
+        live_bytes = table.total(live)
         for index in part.stages:
             block = blocks(index, Mode.BACKWARD, frozenset(line.stages[index].results))
             for node in reversed(_own_backward(line, index)):
                 to_come = finished.intersection(table.of_node[node])
                 finished -= to_come
                 gone = {s for s in to_come if s not in later or s not in kept}
-                there -= gone
-                there_bytes -= table.total(gone)
-                own = table.of((node, *node.all_input_nodes))
-                touched = own - always
+                live -= gone
+                live_bytes -= table.total(gone)
+                used = table.of((node, *node.all_input_nodes))
+                touched = used - always
                 occupied = constant_bytes + context_bytes.backward_bytes
-                occupied -= table.total(released - later - own)
-                occupied += there_bytes + table.total(touched - there)
+                occupied -= table.total(released - later - used)
+                occupied += live_bytes + table.total(touched - live)
                 if node in block.nodes and not is_getitem(node):
                     occupied += measured.workspace_bytes(node, block)
                 best = fullest.get(index)
@@ -180,24 +187,26 @@ def _moments(
                     fullest[index] = Moment(rebuildable & later, anyway, occupied)
                 read = table.of(node.all_input_nodes) - later
                 later |= read
-                new = (read & kept) - there
-                there |= new
-                there_bytes += table.total(new)
+                new = (read & kept) - live
+                live |= new
+                live_bytes += table.total(new)
     later = set(table.of(_read_by(line.joint.backward)))
     occupied = constant_bytes + table.total(later & kept) + context_bytes.loss_point_bytes
-    turn = Moment(rebuildable & later, frozenset(), occupied)
+    loss_point = Moment(rebuildable & later, frozenset(), occupied)
     chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
-    return [turn, *chosen[:: -(-len(chosen) // MOST_MOMENTS) or 1]]
+    return [loss_point, *chosen[:: -(-len(chosen) // MOST_MOMENTS) or 1]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Stages that every schedule takes back one after the other: the line, a branch, the trunk.
+    """Stages whose backwards run one after the other in every schedule.
+
+    They are those of the line, of a branch, or of the trunk.
 
     Attributes:
-        stages: in forward order.
-        before: operations of them, and those that come before whatever the schedule.
-        after: those that come after.
+        stages: indices of the stages.
+        before: operations of these stages, and those that every schedule runs before them.
+        after: operations that run after them.
     """
 
     stages: range
@@ -210,23 +219,23 @@ def _parts(line: Line) -> list[_Part]:
     places = [*segments.ends, len(line.stages)]
     ranges = [range(segments.start(segment), end) for segment, end in enumerate(places)]
     parts = []
-    for segment, own in enumerate(ranges):
+    for segment, stages in enumerate(ranges):
         path = segments.path(segment)
         before = {i for part in path for i in ranges[part]}
         first = {n for i in before for n in _own_backward(line, i)}
         flows = {i for s in range(segment) if segment in segments.path(s) for i in ranges[s]}
         after = [n for n in line.joint.backward if not flows.isdisjoint(_stages_of(line, n))]
-        parts.append(_Part(own, tuple(first), tuple(after)))
+        parts.append(_Part(stages, tuple(first), tuple(after)))
     return parts
 
 
 def _stages_of(line: Line, node: fx.Node) -> frozenset[int]:
-    """The stages whose backwards come before a backward node, or run it."""
+    """Return the stages whose backwards run a backward node, or must precede it."""
     return line.sums.get(node, frozenset({line.stage_of[node]}))
 
 
 def _own_backward(line: Line, index: int) -> list[fx.Node]:
-    """What the backward of a stage runs whatever the schedule."""
+    """Return what the backward of a stage runs under every schedule: all but sums over branches."""
     return [n for n in line.stages[index].backward if n not in line.sums]
 
 
@@ -238,7 +247,7 @@ def _operations(measured: Measured) -> list[Recomputation]:
     line = measured.line
     table = line.joint.storages
     held = table.of((*line.joint.given, *line.pinned))
-    found = []
+    operations = []
     made: set[int] = set()
     for index, stage in enumerate(line.stages):
         charges = Charges.of(measured, index)
@@ -250,5 +259,5 @@ def _operations(measured: Measured) -> list[Recomputation]:
             makes = table.of(values) - held - reads - made
             made |= makes
             if makes:
-                found.append(Recomputation(makes, reads, charges.least_s(node)))
-    return found
+                operations.append(Recomputation(makes, reads, charges.least_s(node)))
+    return operations

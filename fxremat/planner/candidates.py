@@ -1,4 +1,4 @@
-"""Decisions with what an evaluation of each finds, and those that no other beats."""
+"""Candidates: decisions with their exact peak and seconds, and pools of the best of them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from fxremat.runtime.slots import slot_bytes
 
 @dataclass(frozen=True, slots=True)
 class AcrossTurn:
-    """A storage made in the forward and read after the turn, by calls ``last`` and ``next``.
+    """A storage that is made in the forward and read in the backward.
 
     Attributes:
-        storage: which.
+        storage: its number.
         nbytes: its size.
         nodes: the tensors in it that the backward reads, by their index in the joint graph.
-        last: -1 if no call of the forward uses it.
+        last: index of the last forward call that uses it; -1 if none does.
+        next: index of the first backward call that reads it.
     """
 
     storage: int
@@ -31,17 +32,17 @@ class AcrossTurn:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Memory and time of the calls that carry a decision out.
+    """Memory and time of the calls that carry out a decision.
 
     Attributes:
-        ops: the operation of the schedule that each call carries out.
+        ops: for each call, the operation of the schedule that it carries out.
         turn: index of the first call of the backward.
-        peaks_bytes: most memory held during each call.
-        held_bytes: memory held after each call.
-        turn_bytes: most memory held at the turn.
-        end_bytes: most memory held after the last call.
-        seconds: of each call.
-        lives: storages that cross the turn, but for those that are given.
+        peaks_bytes: peak during each call.
+        held_bytes: bytes held after each call.
+        turn_bytes: peak at the loss point.
+        end_bytes: peak after the last call.
+        seconds: seconds of each call.
+        lives: storages that are held across the loss point, without those that the step is given.
     """
 
     ops: tuple[Compute, ...]
@@ -55,27 +56,28 @@ class Evaluation:
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory held at any instant of the step."""
+        """Peak of the step."""
         return max((self.turn_bytes, self.end_bytes, *self.peaks_bytes))
 
 
 STARTS = 10
-"""Members that local search sets out from, evenly over their peaks."""
+"""How many members of a pool local search starts from, evenly spaced over their peaks."""
 
 CLOSER = 4
-"""More of them near the least peak, where time falls steeply: each half as far from it."""
+"""How many more members near the least peak local search starts from, each half as far from it as
+the previous one. Time falls steeply there."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A decision, and what its evaluation comes to.
+    """A decision with its peak and seconds.
 
     Attributes:
         codes: the schedule, see ``ir.schedule``.
-        held: a bit for each node of the step: kept from its first computation on.
-        peak_bytes: exact, of the graphs that would be emitted.
-        total_s: of the step.
-        moves: what travels, and when.
+        held: one bit for each node: whether it is kept from its first computation on.
+        peak_bytes: exact peak of the graphs that would be emitted.
+        total_s: seconds of the step.
+        moves: storages that travel to the host, and when.
     """
 
     codes: Codes
@@ -86,7 +88,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Equal for equal decisions."""
+        """A key that is equal for equal decisions."""
         return self.codes.tobytes(), self.held, self.moves
 
     @property
@@ -97,33 +99,34 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Candidates by ascending peak and falling time.
+    """Candidates of which none is beaten in both peak and seconds.
 
     Attributes:
-        members: the last one is the baseline: nothing recomputed. Nothing beats it where it
-            fits, be it free.
+        members: candidates by ascending peak and descending seconds. The last one is the baseline,
+            which recomputes nothing. It is preferred wherever it fits, even to a candidate whose
+            recomputations take no time.
     """
 
     members: tuple[Candidate, ...]
 
     @staticmethod
     def of(baseline: Candidate, candidates: Iterable[Candidate]) -> Pool:
-        """The best of ``candidates``, and the baseline."""
-        found: list[Candidate] = []
+        """Return the pool of ``candidates`` and the baseline."""
+        best: list[Candidate] = []
         for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.total_s)):
             if candidate.peak_bytes >= baseline.peak_bytes:
                 break
-            if not found or candidate.total_s < found[-1].total_s:
-                found.append(candidate)
-        return Pool((*found, baseline))
+            if not best or candidate.total_s < best[-1].total_s:
+                best.append(candidate)
+        return Pool((*best, baseline))
 
     @property
     def baseline(self) -> Candidate:
-        """Nothing recomputed."""
+        """The member that recomputes nothing."""
         return self.members[-1]
 
     def starts(self) -> tuple[Candidate, ...]:
-        """Members that local search sets out from; never the baseline."""
+        """Return the members that local search starts from, without the baseline."""
         members = self.members[:-1]
         if len(members) <= STARTS + CLOSER:
             return members
@@ -134,6 +137,6 @@ class Pool:
         return tuple(members[i - 1] for i in sorted({bisect_right(peaks, n) for n in wanted}))
 
     def thinned(self, most: int) -> tuple[Candidate, ...]:
-        """At most so many, evenly, the first and the last among them."""
+        """Return at most ``most`` members, evenly spaced, the first and the last among them."""
         last = len(self.members) - 1
         return tuple(self.members[i] for i in sorted({last * i // (most - 1) for i in range(most)}))

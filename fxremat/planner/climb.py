@@ -1,20 +1,18 @@
-"""Local search on the exact evaluation: keep single storages where that pays.
+"""Local search on the exact evaluation: hold single storages where that saves the most time.
 
-A solver of chains keeps whole boundaries and, of a saved set, what an option names. It
-cannot keep a small tensor from inside a residual block and drop the large stream beside
-it, nor know that two stages hold the same storage, and it rounds sizes up. Here single
-storages are kept from their first computation on; recomputations that then are not needed
-disappear, and with them what was kept for those alone.
+A solver of chains keeps whole boundaries, and of a saved set what a save option names. It cannot
+keep a small tensor inside a residual block and drop the large stream next to it, and it rounds
+sizes up. Local search holds single storages from their first computation on. Recomputations that
+become unnecessary disappear, and with them the storages that were kept only for these.
 
-Everything that is run again leads, step by step, to something that a backward reads. What
-every such way out of an operation goes through post-dominates it: with that held, the
-operation does not run, and what was kept for the operation alone is free. In the tree of
-nearest post-dominators both are sums over all that lies below.
+Each recomputed operation leads, step by step, to a value that a backward reads. An operation on all
+of these paths post-dominates it: if its results are held, neither runs again, and storages that are
+held only for them are freed. In the tree of immediate post-dominators, the seconds gained and the
+bytes freed are sums over a subtree.
 
-An effect frees at least what is said, and gains as much, as long as operations are charged
-alike in forwards and rebuilds: one that runs again several times may vanish from some of its
-calls only, which is not counted, nor is a forward that becomes a rebuild as what stands between
-it and its backward vanishes.
+The predicted effect is a lower bound if operations cost the same in forwards and in rebuilds. Not
+counted are operations that disappear from some of their calls only, and forwards that become
+rebuilds because nothing is left between them and their backward.
 """
 
 from __future__ import annotations
@@ -40,7 +38,8 @@ from fxremat.planner.replay import (
 )
 
 _OUT, _UNSET = -1, -2
-"""Stands for the backward, where all ways out end, and for no way looked at yet."""
+"""``_OUT`` stands for the backward, where all paths end; ``_UNSET`` for an operation without a path
+yet."""
 
 
 def find_effects(
@@ -53,16 +52,17 @@ def find_effects(
     nbytes: Ints,
     worth: Floats,
 ) -> int:
-    """The effect of holding the results of each operation that the last evaluation runs again.
+    """Find the effect of holding the results of each operation that the last evaluation recomputes.
 
     Args:
         data, seconds, at, codes, calls: of that evaluation.
-        groups: ``F``, the operation of each effect, what is worth most first. It stands for all
-            whose results are values or views of its own.
-        nbytes: ``F``, the size of those that are not held over the turn in any case.
-        worth: ``F``, seconds gained a byte more, below the peak as it is counted as none.
+        groups: shape ``(F,)``, filled with the operation of each effect, the most valuable first.
+            It stands for all operations whose results are its values or views of them.
+        nbytes: shape ``(F,)``, filled with the bytes that are not held across the loss point
+            anyway.
+        worth: shape ``(F,)``, filled with seconds gained per byte added above the present peak.
 
-    Returns how many there are.
+    Returns the number of effects.
     """
     _clear(data, seconds, at)
     _note_runs(data, seconds, at.packed, calls)
@@ -77,13 +77,13 @@ def find_effects(
 
 
 def _clear(data: Ints, seconds: Floats, at: At) -> None:
-    """Nothing is noted yet."""
+    """Reset the working arrays."""
     forward, storages, stages = at.forward_count, at.storage_count, at.stages
     data[at.ran : at.ran + forward] = data[at.direct : at.direct + forward] = 0
     seconds[at.again_s : at.again_s + forward] = 0.0
-    data[at.there : at.there + storages] = 0
-    data[at.above : at.above + storages] = _UNSET
-    data[at.stays : at.stays + storages] = data[at.settled : at.settled + storages]
+    data[at.crosses : at.crosses + storages] = 0
+    data[at.dominator : at.dominator + storages] = _UNSET
+    data[at.stays : at.stays + storages] = data[at.always_held : at.always_held + storages]
     data[at.begin : at.begin + stages] = -1
     data[at.room : at.room + stages] = 0
 
@@ -100,7 +100,7 @@ def _weigh(
     nbytes: Ints,
     worth: Floats,
 ) -> int:
-    """As ``find_effects``, in the order of the operations, of which all is noted."""
+    """Do the work of ``find_effects``, without sorting, after all facts have been noted."""
     at: At = packed[0]
     _add_up(data, seconds, at)
     _find_room(data, at, codes, calls, most)
@@ -119,7 +119,7 @@ def _weigh(
 
 @njit(inline="always")
 def mark_results(data: Ints, at: At, group: int, held: Flags) -> None:
-    """Mark in ``held`` the tensors that lie in what holding the results of ``group`` holds."""
+    """Mark in ``held`` the tensors that are held if the results of ``group`` are."""
     _results(data, at, group)
     stage = data[at.stage + group]
     stamp = data[at.marks]
@@ -135,9 +135,9 @@ def mark_results(data: Ints, at: At, group: int, held: Flags) -> None:
 
 @njit(inline="always")
 def _results(data: Ints, at: At, group: int) -> tuple[int, int]:
-    """Mark the storages that ``group`` makes when it runs again.
+    """Mark the storages that ``group`` allocates when it runs again.
 
-    Returns how many they are, and the bytes of those that are not there at the turn.
+    Returns the number of storages, and the bytes of those that are not held across the loss point.
     """
     data[at.marks] += 1
     stamp = data[at.marks]
@@ -150,14 +150,14 @@ def _results(data: Ints, at: At, group: int) -> tuple[int, int]:
             if data[at.marked + storage] != stamp:
                 data[at.marked + storage] = stamp
                 count += 1
-                if not data[at.there + storage]:
+                if not data[at.crosses + storage]:
                     nbytes += data[at.nbytes + storage]
     return count, nbytes
 
 
 @njit(cache=True, nogil=True)
 def _note_runs(data: Ints, seconds: Floats, packed: Packed, calls: Ints) -> None:
-    """What runs again, for how long, and what backwards read themselves."""
+    """Note what runs again, its seconds, and what backwards read directly."""
     at: At = packed[0]
     forward = at.forward_count
     for call in range(data[at.total + COUNT]):
@@ -175,7 +175,7 @@ def _note_runs(data: Ints, seconds: Floats, packed: Packed, calls: Ints) -> None
 
 @njit(inline="always")
 def _common(data: Ints, at: At, one: int, two: int) -> int:
-    """The nearest that all ways out of both go through; ``one`` may be unset."""
+    """Return the nearest common post-dominator; ``one`` may be unset."""
     if one == _UNSET:
         return two
     while one != two:
@@ -190,9 +190,9 @@ def _common(data: Ints, at: At, one: int, two: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _build_tree(data: Ints, seconds: Floats, packed: Packed) -> None:
-    """Find for each group that runs again the nearest that all its ways out go through.
+    """Find the immediate post-dominator and the seconds of each group that runs again.
 
-    What it gains alone is summed up, too. A group that runs nothing again has no parent.
+    A group that does not run again has no parent.
     """
     at: At = packed[0]
     for group in range(at.forward_count - 1, -1, -1):
@@ -209,7 +209,7 @@ def _build_tree(data: Ints, seconds: Floats, packed: Packed) -> None:
                 above = data[at.group + data[k]]
                 if not data[at.ran + data[k]] or above == group:
                     continue
-                if above < group:  # an operation before it reads a result of it: no tree has that
+                if above < group:  # an earlier operation reads its result: not a tree
                     out = True
                 elif not out:
                     parent = _common(data, at, parent, above)
@@ -224,7 +224,7 @@ def _build_tree(data: Ints, seconds: Floats, packed: Packed) -> None:
 
 @njit(cache=True, nogil=True)
 def _note_saved(data: Ints, packed: Packed) -> None:
-    """Charge what is held over the turn for operations that run again to what these lead to."""
+    """Add each storage that is held for recomputations to what its common post-dominator frees."""
     at: At = packed[0]
     storages = at.storage_count
     for node in range(at.nodes):
@@ -232,23 +232,24 @@ def _note_saved(data: Ints, packed: Packed) -> None:
             continue
         for k in range(data[at.storages + node], data[at.storages + node + 1]):
             storage = data[k]
-            data[at.there + storage] = 1
+            data[at.crosses + storage] = 1
             if node >= at.forward_count or data[at.direct + node]:
                 data[at.stays + storage] = 1
                 continue
             for j in range(data[at.users + node], data[at.users + node + 1]):
                 if data[at.ran + data[j]]:
                     above = data[at.group + data[j]]
-                    data[at.above + storage] = _common(data, at, data[at.above + storage], above)
+                    dominator = data[at.dominator + storage]
+                    data[at.dominator + storage] = _common(data, at, dominator, above)
     for storage in range(storages):
-        above = data[at.above + storage]
+        above = data[at.dominator + storage]
         if above >= 0 and not data[at.stays + storage]:
             data[at.freed + above] += data[at.nbytes + storage]
 
 
 @njit(inline="always")
 def _add_up(data: Ints, seconds: Floats, at: At) -> None:
-    """Add to what each group gains and frees what lies below it, which comes before it."""
+    """Sum up gains and freed bytes over subtrees; a child comes before its parent."""
     for group in range(at.forward_count):
         parent = data[at.parent + group]
         if parent >= 0:
@@ -258,7 +259,7 @@ def _add_up(data: Ints, seconds: Floats, at: At) -> None:
 
 @njit(inline="always")
 def _find_room(data: Ints, at: At, codes: Ints, calls: Ints, most: Ints) -> None:
-    """For each stage: bytes below the peak at the worst moment until it is first run again."""
+    """Find the bytes below the peak from a stage's first run until it first runs again."""
     count, turn = data[at.total + COUNT], data[at.total + TURN]
     for call in range(count):
         code = codes[calls[OP, call]]
@@ -277,11 +278,11 @@ def _find_room(data: Ints, at: At, codes: Ints, calls: Ints, most: Ints) -> None
         if begin < turn <= call:
             peak = max(peak, data[at.total + AT_TURN])
         data[at.room + stage] = data[at.total + MOST_HELD] - peak
-        data[at.begin + stage] = -2  # found
+        data[at.begin + stage] = -2  # done
 
 
 def _highest(values: Ints) -> Ints:
-    """Row ``i``: the greatest of each ``2^i`` values in a row."""
+    """Return a table whose row ``i`` has the maximum of each window of ``2^i`` values."""
     most = np.zeros((max(values.size.bit_length(), 1), values.size), dtype=np.int64)
     most[0] = values
     for level in range(1, len(most)):
@@ -293,16 +294,17 @@ def _highest(values: Ints) -> Ints:
 
 
 MOST_STEPS = 150
-"""Times that a climb takes something on at most."""
+"""How many steps a climb takes at most."""
 
 MOST_FAILURES = 10
-"""Changes in a row that gain nothing before a climb ends."""
+"""How many changes in a row may fail before a climb ends."""
 
 STEP_SHARE = 1 / 128
-"""Of the start's peak: what a step may take on together if the first is not larger."""
+"""Bytes that one step may hold in addition, as a share of the start's peak, if its first change
+does not hold more."""
 
 ALIKE = 0.8
-"""Changes are taken together that gain this part a byte of what the best one does."""
+"""Changes are combined if each gains at least this share of the best one's seconds per byte."""
 
 
 def climb(
@@ -316,20 +318,21 @@ def climb(
     found_bytes: Ints,
     found_s: Floats,
 ) -> int:
-    """Keep more and more of what is computed again, what gains most a byte first.
+    """Hold more and more of the recomputed storages, those that gain most per byte first.
 
-    What fits below the present peak goes before what raises it. Layers that are alike
-    have changes that are alike: a few are taken at once.
+    Changes that fit below the present peak come before changes that raise it. Since similar layers
+    have similar changes, a few of them are made at once.
 
     Args:
         data, seconds, at: the step.
         codes: the schedule.
-        start: ``N``, what is held to begin with.
-        limit_bytes: the climb ends with the first step whose peak is above.
-        found: ``(MOST_STEPS, N)``, what is held after each step up, each faster than before.
-        found_bytes, found_s: ``MOST_STEPS``, peaks and seconds of these.
+        start: shape ``(N,)``, the tensors that are held at the start.
+        limit_bytes: the climb ends after the first step whose peak exceeds this.
+        found: shape ``(MOST_STEPS, N)``, filled with the tensors held after each step; each step is
+            faster than the previous one.
+        found_bytes, found_s: shape ``(MOST_STEPS,)``, filled with their peaks and seconds.
 
-    Returns how many there are. An evaluation that went wrong ends it, as ``At.total`` says then.
+    Returns the number of steps. A failed evaluation ends the climb; ``At.total`` then says why.
     """
     calls = np.zeros((5, codes.size), dtype=np.int64)
     call_s = np.zeros(codes.size)
@@ -388,7 +391,7 @@ def _mark_alike(
     count: int,
     tried: Flags,
 ) -> int:
-    """Mark in ``tried`` effect ``first`` and those up to ``count`` that are alike; how many."""
+    """Mark in ``tried`` effect ``first`` and the similar ones up to ``count``; return how many."""
     at: At = packed[0]
     left_bytes = step_bytes
     taken = 0

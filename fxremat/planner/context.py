@@ -1,4 +1,4 @@
-"""What a call of a captured step finds: gradients that exist, other steps, a wrapper's buckets."""
+"""The context of a step: existing gradients, steps in flight, a wrapper's buckets, corrections."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from fxremat.planner.context_bytes import ContextBytes, tensor_bytes
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What earlier steps in like contexts needed beyond what was planned for.
+    """What earlier steps in the same kind of context needed beyond their plan.
 
     Attributes:
-        turn_bytes: at the turn, as by a loss outside the model, or by what runs between the two
-            directions of a region.
-        room_bytes: at the turn, too, by further steps.
-        left_bytes: from the turn to the end, gradients of the outputs included; of a region less
-            than none, where less is there in its backward than in its forward.
-        more_bytes: throughout; of a region less than none, where it is given what is counted as
-            held by an earlier one.
-        observed: ``turn_bytes`` and ``left_bytes`` are what steps took, and hold in place of what
-            was assumed of the loss, be they more or less than that.
+        turn_bytes: bytes at the loss point, for instance of a loss outside the model, or of what
+            runs between forward and backward of a region.
+        room_bytes: further bytes at the loss point, for other steps.
+        left_bytes: bytes held from the loss point to the end, including gradients of the outputs.
+            Negative for a region that has fewer bytes allocated in its backward than in its
+            forward.
+        more_bytes: bytes held throughout. Negative for a region that is given storages which are
+            counted as held by an earlier region.
+        observed: ``turn_bytes`` and ``left_bytes`` were measured, and replace what was assumed of
+            the loss, whether they are more or less than that.
     """
 
     turn_bytes: int = 0
@@ -34,7 +35,7 @@ class Correction:
     observed: bool = False
 
     def times(self, factor: float) -> Correction:
-        """The correction for outputs ``factor`` times as large."""
+        """Return the correction for outputs ``factor`` times as large."""
         return Correction(
             math.ceil(factor * self.turn_bytes),
             math.ceil(factor * self.room_bytes),
@@ -44,7 +45,7 @@ class Correction:
         )
 
     def __or__(self, other: Correction) -> Correction:
-        """The larger of two corrections, number by number."""
+        """Return the field-wise maximum of two corrections."""
         return Correction(
             max(self.turn_bytes, other.turn_bytes),
             max(self.room_bytes, other.room_bytes),
@@ -59,37 +60,39 @@ NO_CORRECTION = Correction()
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What is true at a call, beside what is true at every call of the graph.
+    """What holds for one call of a graph, in addition to what holds for all of them.
 
     Attributes:
-        sizes: a number for each symbol of the graph.
+        sizes: the value of each symbol of the graph.
         existing: primals that have a gradient.
-        added: those of them to whose gradient the new one is added as soon as it is made.
-        waiting: how many earlier steps wait for their backward.
-        waiting_bytes: what these hold.
-        kept_bytes: outputs of earlier steps that somebody still holds.
-        state_bytes: state of optimizers beyond what ``optimizer=`` says; less than none where there
-            is less.
-        networks_bytes: held by other networks that are compiled in this process.
-        bucket_bytes: of each buffer of a wrapper for gradients.
-        workspace_bytes: of libraries, for threads and streams that ran no step when the graph was
-            captured.
-        slack_bytes: by how much blocks of what is there are larger than what lies in them.
-        spread_bytes: parts of gradients that exist, of tensors that several processes share.
-        buffer_bytes: by how much the storages of inputs are larger than planned: a view of a larger
-            buffer holds all of it.
-        others_bytes: of the budget, for steps that may wait beside those that do.
-        correction: from earlier steps.
-        cleared: the gradients that exist will be gone when the backward begins, as torch's own
-            tutorial clears them.
-        released: the outputs that are still held will be gone before the loss is computed, as a
-            loop's variable drops them for the new ones.
-        scaled: gradients of losses are others each time, as steps have shown: exact ones of what a
-            loss is computed from would be computed twice, beside it and once it is known.
-        tangents_stay: somebody holds gradients of the outputs to the end of the backward, or two of
+        added: those of them whose new gradient is added to the existing one as soon as it is
+            computed.
+        waiting: number of earlier steps whose backward has not run.
+        waiting_bytes: bytes that these steps hold.
+        kept_bytes: bytes of outputs of earlier steps that the caller still holds.
+        state_bytes: bytes of optimizer state beyond what ``optimizer=`` declares; negative if there
+            are fewer.
+        networks_bytes: bytes held by other compiled networks of this process.
+        bucket_bytes: size of each gradient buffer of a wrapper.
+        workspace_bytes: bytes of library workspaces for threads and streams that ran no step before
+            the capture.
+        slack_bytes: bytes by which the blocks of existing tensors are larger than these tensors.
+        spread_bytes: bytes of this process's parts of existing gradients of distributed tensors.
+        buffer_bytes: bytes by which the storages of inputs exceed the planned ones: an input that
+            is a view of a larger buffer holds all of it.
+        others_bytes: bytes of the budget that are reserved for further steps in flight.
+        correction: what earlier steps needed beyond their plan.
+        cleared: the existing gradients are released before the backward begins, as in torch's
+            tutorials.
+        released: the outputs that are still held are released before the loss is computed, for
+            instance because a variable of the loop is assigned again.
+        scaled: the gradient of the loss differs from step to step. Exact gradients that are
+            computed together with the loss would be computed again in the backward.
+        tangents_stay: the caller holds gradients of the outputs until the backward ends, or two of
             them share their memory.
-        region: the call is one of several of a step: ``correction`` has all that is beside it.
-        host_bytes: of host memory, left for it; ``None``: as much as it takes.
+        region: the call is one of several graphs of a step; ``correction`` covers what the others
+            need.
+        host_bytes: available bytes of host memory; ``None``: no limit.
     """
 
     sizes: Values = ()
@@ -116,25 +119,25 @@ class StepContext:
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """The kind of context, by steps that wait and gradients: one kind shares corrections."""
+        """The kind of context; contexts of one kind share their corrections."""
         return self.waiting, bool(self.existing)
 
     def gradient_bytes(self, joint: JointGraph) -> tuple[int, ...]:
-        """Bytes of each gradient that exists, in the order of the primals."""
+        """Return the bytes of each existing gradient, in the order of the primals."""
         sizes = joint.sizes.named(self.sizes)
         return tuple(tensor_bytes(joint.primals[i], sizes) for i in sorted(self.existing))
 
     def turn_bytes(self, base: ContextBytes) -> int:
-        """What the step's own loss needs at the turn."""
+        """Return the bytes that the loss of this step needs at the loss point."""
         if self.region:
-            return 0  # it is none of the region's
+            return 0  # ``correction`` covers the loss of a step of several regions
         if self.correction.observed:
             return self.correction.turn_bytes
         return max(base.turn_bytes, self.correction.turn_bytes)
 
     @property
     def others_there_bytes(self) -> int:
-        """What is there of others than the call's own graph."""
+        """Bytes that are held by others than the graph of the call."""
         return (
             self.waiting_bytes
             + self.kept_bytes
@@ -144,7 +147,7 @@ class StepContext:
         )
 
     def given_bytes(self, base: ContextBytes, joint: JointGraph) -> int:
-        """What is held throughout the call; arguments are those of :meth:`around`."""
+        """Return the bytes that are held throughout the call; for arguments see :meth:`around`."""
         return self._given_bytes(base, sum(self.gradient_bytes(joint)))
 
     def _given_bytes(self, base: ContextBytes, gradients_bytes: int) -> int:
@@ -161,10 +164,10 @@ class StepContext:
         )
 
     def around(self, base: ContextBytes, joint: JointGraph) -> ContextBytes:
-        """The context bytes of the call.
+        """Return the context bytes of the call.
 
         Args:
-            base: those of every call of these sizes.
+            base: context bytes of every call at these sizes.
             joint: the captured graph.
         """
         gradients = self.gradient_bytes(joint)
@@ -188,13 +191,14 @@ class StepContext:
         )
 
     def described(self, base: ContextBytes, joint: JointGraph) -> tuple[tuple[str, int], ...]:
-        """What is found and its bytes, for people; arguments are those of :meth:`around`.
+        """Return what the call finds in memory, with bytes, for people.
 
-        What steps were measured to take is left out where it is no more than was assumed.
+        Measured bytes of the loss are left out if they are no more than was assumed. For arguments
+        see :meth:`around`.
         """
-        seen = NO_CORRECTION if self.region else self.correction
-        loss_point = seen.turn_bytes if seen.turn_bytes > base.turn_bytes else 0
-        left = seen.left_bytes if seen.left_bytes > base.tangent_bytes else 0
+        measured = NO_CORRECTION if self.region else self.correction
+        loss_point = measured.turn_bytes if measured.turn_bytes > base.turn_bytes else 0
+        left = measured.left_bytes if measured.left_bytes > base.tangent_bytes else 0
         named: Iterable[tuple[str, int]] = (
             ("gradients that exist", sum(self.gradient_bytes(joint))),
             ("earlier steps that wait for their backward", self.waiting_bytes),
@@ -208,8 +212,8 @@ class StepContext:
             ("blocks that are larger than what lies in them", self.slack_bytes),
             ("larger buffers around the inputs", self.buffer_bytes),
             ("what the loss was measured to take", loss_point),
-            ("further steps", seen.room_bytes),
+            ("further steps", measured.room_bytes),
             ("what of that was measured to be held in the backward", left),
-            ("what steps were measured to take beyond their plan", seen.more_bytes),
+            ("what steps were measured to take beyond their plan", measured.more_bytes),
         )
         return tuple((what, nbytes) for what, nbytes in named if nbytes)

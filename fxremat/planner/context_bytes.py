@@ -1,4 +1,4 @@
-"""Memory of a step that no stage allocates: what the caller holds."""
+"""Memory of a step that no stage allocates: parameters, inputs, gradients, needs of the loss."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fxremat.runtime.steps import SCALAR_BYTES
 from fxremat.units import Counted
 
 FULL_PRECISION_BYTES = 4
-"""Of a number in a loss outside the model that nobody told of: it computes with no fewer."""
+"""Bytes per number that a loss outside the model is assumed to compute with, at least."""
 
 SCALARS = 5
-"""Numbers that a step holds beside all else: the loss, its gradient, its token, the loss
-before it, and their like."""
+"""How many scalars a step holds in addition: the loss, its gradient, the step's token, the previous
+loss, and the like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +30,24 @@ class ContextBytes:
     """Memory of a step that no block allocates.
 
     Attributes:
-        given_bytes: held throughout: parameters, buffers, inputs, constants, gradients
-            that are accumulated into, and what the caller reserves.
-        turn_bytes: needed at the turn, by a loss outside the model.
-        tangent_bytes: held when the backward begins, beyond what the forward has left: gradients
-            of the outputs, less what is there in the forward only. What of it the backward does
-            not release is held to the end.
-        end_bytes: needed once the backward has returned, beside all gradients.
-        device: of the step.
-        given_each_bytes: of ``given_bytes``, what is known one by one: each was asked of the
-            device's allocator by itself.
-        tangent_each_bytes: the same of ``tangent_bytes``.
-        added: primals whose gradient is added to one that exists, as soon as it is made.
-        host_bytes: of host memory, for what travels; ``None``: as much as it takes.
-        turn_small_bytes: of ``turn_bytes``, what is asked for in small blocks.
-        released_bytes: of ``given_bytes``, what its holder releases between the forward and the
+        given_bytes: bytes held throughout: parameters, buffers, inputs, constants, gradients that
+            are accumulated into, and what the caller reserves.
+        turn_bytes: bytes that a loss outside the model needs at the loss point.
+        tangent_bytes: bytes held when the backward begins beyond those that the forward has left:
+            gradients of the outputs, less what is held in the forward only. What the backward does
+            not release of these is held to the end.
+        end_bytes: bytes needed after the backward has returned, in addition to all gradients.
+        device: the device of the step.
+        given_each_bytes: the parts of ``given_bytes`` that are known as single allocations.
+        tangent_each_bytes: the parts of ``tangent_bytes``, likewise.
+        added: primals whose new gradient is added to an existing one as soon as it is computed.
+        host_bytes: available bytes of host memory; ``None``: no limit.
+        turn_small_bytes: the part of ``turn_bytes`` that is allocated in small blocks.
+        released_bytes: the part of ``given_bytes`` that is released between the forward and the
             loss, such as the previous step's outputs.
-        cleared_bytes: of ``given_bytes``, gradients that are gone when the backward begins; they
-            are taken off ``tangent_bytes``.
-        tangents_stay: somebody else holds gradients of the outputs to the end of the backward.
+        cleared_bytes: the part of ``given_bytes`` that is released before the backward begins,
+            namely cleared gradients. ``tangent_bytes`` accounts for it.
+        tangents_stay: the caller holds gradients of the outputs until the backward ends.
     """
 
     given_bytes: int
@@ -66,7 +65,7 @@ class ContextBytes:
     tangents_stay: bool = False
 
     def releases(self, joint: JointGraph) -> frozenset[int]:
-        """Storages of tangents that the backward of ``joint`` releases after their last reader."""
+        """Return storages of tangents that the backward releases after their last reader."""
         return frozenset() if self.tangents_stay else joint.released
 
     @property
@@ -76,30 +75,30 @@ class ContextBytes:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes that are held when the backward begins, beyond those when the forward begins."""
+        """Bytes held when the backward begins beyond those held when the forward begins."""
         return self.tangent_bytes - self.released_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the caller of the step needs beside it.
+    """What the caller needs in addition to the step.
 
     Attributes:
-        reserve_bytes: to be left alone.
-        held_bytes: of each other tensor that is held throughout, such as optimizer state.
+        reserve_bytes: bytes that the plan leaves unused.
+        held_bytes: size of each other tensor that is held throughout, such as optimizer state.
         accumulate: gradients are added to existing ones, even if there are none yet.
-        in_flight: so many steps may wait for their backward.
-        loss_bytes: measured peak of the loss outside the model, None if unknown.
-        loss_left_bytes: of it, what is held as long as its value is.
-        target_bytes: of each storage that the loss compares the outputs with, held throughout.
-        outputs_bytes: gradients of the outputs for which loss and target are told: others take in
-            proportion to theirs. ``None``: those of the graph that is planned first.
-        loss_small_bytes: the most of it that was in small blocks.
-        resident: tensors that the step holds whether its graph reads them or not: the
-            model's parameters and buffers, the arguments of the call.
-        budget_on: what the budget is for.
-        library_bytes: of each workspace that libraries hold on the device; ``None``: they are
-            asked.
+        in_flight: how many steps may have a pending backward.
+        loss_bytes: measured peak of the loss outside the model; ``None`` if it was not measured.
+        loss_left_bytes: the part of it that is held as long as the value of the loss.
+        loss_small_bytes: the most of it that was allocated in small blocks.
+        target_bytes: size of each storage that the loss compares the outputs with, held throughout.
+        outputs_bytes: bytes of the outputs' gradients for which loss and target were given; for
+            others they are scaled. ``None``: those of the first graph that is planned.
+        resident: tensors that the step holds whether its graph reads them or not: parameters and
+            buffers of the model, and arguments of the call.
+        budget_on: which peak the budget limits.
+        library_bytes: size of each workspace that libraries hold on the device; ``None``: the
+            libraries are asked.
     """
 
     reserve_bytes: int = 0
@@ -116,11 +115,11 @@ class Caller:
     library_bytes: tuple[int, ...] | None = None
 
     def library_bytes_on(self, device: torch.device) -> tuple[int, ...]:
-        """Bytes of each workspace that libraries hold on a device."""
+        """Return the size of each workspace that libraries hold on a device."""
         return library_workspaces(device) if self.library_bytes is None else self.library_bytes
 
     def of_outputs(self, outputs_bytes: int) -> Caller:
-        """What is needed where the gradients of the outputs take so many bytes."""
+        """Return what is needed if the gradients of the outputs take ``outputs_bytes``."""
         if not self.outputs_bytes or outputs_bytes == self.outputs_bytes:
             return self
         share = outputs_bytes / self.outputs_bytes
@@ -141,13 +140,13 @@ def context_bytes_of(
     *,
     values: Values | None = None,
 ) -> ContextBytes:
-    """Add up what is held around the graphs.
+    """Add up the memory that is held outside the graphs.
 
     Args:
-        joint: the step, its storages as large as they are at the size that is meant.
-        real: values of primals, where known.
-        caller: what is needed beside the step.
-        values: the size that is meant; that of the capture if None.
+        joint: the step, with the storages of the size in question.
+        real: values of primals, as far as they are available.
+        caller: what the caller needs in addition.
+        values: the size in question; ``None``: that of the capture.
     """
     sizes = joint.sizes.named(joint.sizes.hints if values is None else values)
     table = joint.storages
@@ -169,7 +168,7 @@ def context_bytes_of(
     )
     return ContextBytes(
         given_bytes=sum(given) + caller.reserve_bytes,
-        # A loop's variable holds the last loss until it has the next.
+        # A variable of the loop holds the last loss until it is assigned the next one.
         turn_bytes=max(loss_bytes, sum(tangents)) + caller.loss_left_bytes,
         tangent_bytes=sum(tangents) + caller.loss_left_bytes,
         end_bytes=_largest_copied_gradient(joint, sizes),
@@ -181,12 +180,12 @@ def context_bytes_of(
 
 
 def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.device) -> int:
-    """What is held around a step of several graphs, whatever these are.
+    """Return the memory that is held outside the graphs of a step of several graphs.
 
     Args:
         resident: parameters and buffers of the model, arguments of its call.
-        caller: what is needed beside the step.
-        device: of the model.
+        caller: what the caller needs in addition.
+        device: device of the model.
     """
     tensors = list(resident)
     leaves = [t for t in tensors if t.is_leaf]
@@ -201,26 +200,26 @@ def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.
 
 
 def _unknown_loss_bytes(tangent: fx.Node, sizes: Mapping[str, int]) -> int:
-    """Set aside for what a loss outside the model does with an output.
+    """Return the bytes that are set aside for a loss outside the model, per output.
 
-    A cross entropy keeps its logarithms, their gradient and that of its input; where the output
-    is of less precision, a copy of it in full, too.
+    A cross entropy holds log probabilities, their gradient and the gradient of its input; if the
+    output has less precision, also a copy of it in full precision.
     """
-    own = tangent.meta["val"].element_size()
-    full = max(own, FULL_PRECISION_BYTES)
-    copied = full if own < full else 0
-    return _elements(tangent, sizes) * int(copied + 2 * full + own)
+    item_bytes = tangent.meta["val"].element_size()
+    full = max(item_bytes, FULL_PRECISION_BYTES)
+    copied = full if item_bytes < full else 0
+    return _elements(tangent, sizes) * int(copied + 2 * full + item_bytes)
 
 
 def _each(table: StorageTable, ids: Iterable[int]) -> tuple[int, ...]:
-    """Bytes of each of the storages ``ids``, in order of the graph."""
+    """Return the size of each of the storages ``ids``, in order of the graph."""
     return tuple(table.nbytes[i] for i in sorted(ids))
 
 
 def _unread_bytes(
     joint: JointGraph, real: Mapping[fx.Node, torch.Tensor], caller: Caller
 ) -> Iterator[int]:
-    """Of each resident tensor on the step's device that is none of its primals."""
+    """Yield the bytes of each resident tensor on the step's device that is no primal."""
     counted = {key for t in real.values() for key in torch_compat.storages_of(t)}
     for tensor in map(torch_compat.local_part, caller.resident):
         for key, nbytes in torch_compat.storages_of(tensor).items():
@@ -230,7 +229,7 @@ def _unread_bytes(
 
 
 def tensor_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
-    """Of the elements of a tensor, whatever its storage."""
+    """Return the allocated bytes of a tensor's elements, whatever its storage."""
     value = node.meta["val"]
     return allocated_bytes(_elements(node, sizes) * value.element_size(), value.device)
 
@@ -241,7 +240,7 @@ def _elements(node: fx.Node, sizes: Mapping[str, int]) -> int:
 
 
 def _unread_gradient_bytes(real: Mapping[fx.Node, torch.Tensor], caller: Caller) -> Iterator[int]:
-    """Of each gradient that is there before the step, of what the step does not read."""
+    """Yield the bytes of existing gradients of resident tensors that are no primals."""
     read = {id(tensor) for tensor in real.values()}
     for tensor in caller.resident:
         spread = torch_compat.local_part(tensor) is not tensor
@@ -251,9 +250,9 @@ def _unread_gradient_bytes(real: Mapping[fx.Node, torch.Tensor], caller: Caller)
 
 
 def spread_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
-    """Of this process's parts of gradients that exist of tensors that several share.
+    """Return the bytes of this process's parts of the existing gradients of distributed tensors.
 
-    A graph reads its part of such a tensor, which knows of no gradient.
+    A graph reads only the local part of such a tensor, which has no gradient itself.
     """
     leaves = (t for t in resident if t.is_leaf and torch_compat.local_part(t) is not t)
     parts = [torch_compat.local_part(leaf.grad) for leaf in leaves if leaf.grad is not None]
@@ -265,31 +264,34 @@ def spread_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
 
 
 def own_gradients(joint: JointGraph) -> frozenset[int]:
-    """Primals whose gradient is all there is in its storage, and made by the backward."""
-    alone = _alone_in_storages(joint)
+    """Return the primals whose gradient fills a storage that the backward allocates for it only."""
+    sole_owners = _sole_owners(joint)
     return frozenset(
         i
         for i, gradient in enumerate(joint.backward_outputs)
         if isinstance(gradient, fx.Node)
-        and gradient in alone
+        and gradient in sole_owners
         and joint.made_backward.issuperset(joint.storages.of_node[gradient])
     )
 
 
 def _largest_copied_gradient(joint: JointGraph, sizes: Mapping[str, int]) -> int:
-    """Autograd copies a gradient whose strides are not its parameter's, one at a time."""
+    """Return the bytes of the largest gradient that autograd copies, which it does one at a time.
+
+    It copies a gradient whose strides differ from its parameter's, and one that shares its storage.
+    """
     largest = 0
-    alone = _alone_in_storages(joint)  # others autograd cannot take over
+    sole_owners = _sole_owners(joint)
     for primal, gradient in zip(joint.primals, joint.backward_outputs, strict=True):
         if isinstance(gradient, fx.Node):
             wanted, made = primal.meta["val"], gradient.meta["val"]
-            if wanted.stride() != made.stride() or gradient not in alone:
+            if wanted.stride() != made.stride() or gradient not in sole_owners:
                 largest = max(largest, tensor_bytes(gradient, sizes))
     return largest
 
 
-def _alone_in_storages(joint: JointGraph) -> set[fx.Node]:
-    """Gradients that share their storage with no other, and are no part of it."""
+def _sole_owners(joint: JointGraph) -> set[fx.Node]:
+    """Return the gradients that fill a storage which no other gradient shares."""
     of_node = joint.storages.of_node
     times = Counter(of_node[n] for n in joint.gradients)
 
@@ -300,7 +302,7 @@ def _alone_in_storages(joint: JointGraph) -> set[fx.Node]:
 
 
 def settled(caller: Caller, joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> Caller:
-    """``caller`` without its tensors: what they take is counted, and they may go."""
+    """Return ``caller`` with the bytes of its tensors instead of the tensors, which may go."""
     unread = (*_unread_bytes(joint, real, caller), *_unread_gradient_bytes(real, caller))
     return replace(
         caller,
@@ -311,16 +313,16 @@ def settled(caller: Caller, joint: JointGraph, real: Mapping[fx.Node, torch.Tens
 
 
 def made_outputs(joint: JointGraph) -> tuple[int, ...]:
-    """Results of the forward, one for each storage that it makes for its caller.
+    """Return indices of forward results, one for each storage made for the caller.
 
-    New values of primals are none: they go into the primals.
+    New values of primals are not among them: they are copied into the primals.
     """
     table = joint.storages
     given = table.of(joint.given)
-    found: dict[int, int] = {}
+    index_of: dict[int, int] = {}
     for index in range(len(joint.mutated), len(joint.forward_outputs)):
         output = joint.forward_outputs[index]
-        own = table.of_node[output] if isinstance(output, fx.Node) else ()
-        if len(own) == 1 and own[0] not in given:
-            found.setdefault(own[0], index)
-    return tuple(found.values())
+        storages = table.of_node[output] if isinstance(output, fx.Node) else ()
+        if len(storages) == 1 and storages[0] not in given:
+            index_of.setdefault(storages[0], index)
+    return tuple(index_of.values())

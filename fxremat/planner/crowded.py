@@ -1,4 +1,4 @@
-"""Values in the way of a lower peak."""
+"""Large values of operations that run while memory is short."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ def crowded(
     *,
     limit_bytes: int,
 ) -> dict[str, int]:
-    """Values of each operation that runs while more than ``limit_bytes`` are held.
+    """Return values of the operations that run while more than ``limit_bytes`` are held.
 
-    What is held meanwhile without being read or made is none of them: an operation in parts would
-    hold it as well.
+    Values that are held at that time but neither read nor made are left out: the operation would
+    hold them as well if it ran in parts.
 
     Args:
         program: the calls of a step.
-        context_bytes: what is held beside them.
-        footprints: of its line.
-        limit_bytes: of all that is held.
+        context_bytes: memory of the step that no block allocates.
+        footprints: footprints of the line's blocks.
+        limit_bytes: limit on all memory that is held.
 
-    Returns the bytes of the largest value of each operation that made some, by its name.
+    Returns:
+        By the name of the operation that made them, the bytes of the largest such value.
     """
     line = program.line
     table = line.joint.storages
     given = table.of((*line.joint.given, *line.joint.tangents))
     requests = requests_of_step(program, context_bytes, footprints)
-    found: dict[str, int] = {}
+    largest: dict[str, int] = {}
     held_bytes = context_bytes.given_bytes
     for index, call in enumerate(program.calls):
         if index == requests.turn_index:
@@ -42,10 +43,9 @@ def crowded(
             now_bytes += table.total(step.allocates)
             if now_bytes + step.workspace_bytes > limit_bytes and step.node is not None:
                 read = table.of((step.node, *call.block.sources(step.node)))
-                own = {*read, *step.allocates} - given
-                for storage in own:
+                for storage in {*read, *step.allocates} - given:
                     name, nbytes = table.owner[storage].name, table.nbytes[storage]
-                    found[name] = max(nbytes, found.get(name, 0))
+                    largest[name] = max(nbytes, largest.get(name, 0))
             now_bytes -= table.total(s for s in step.releases if s not in call.kept)
         held_bytes += sum(nbytes for _, nbytes in requests.calls[index])
-    return found
+    return largest

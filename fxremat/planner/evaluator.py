@@ -1,4 +1,4 @@
-"""Evaluates decisions of one measured line, exactly as their graphs would run."""
+"""Exact evaluation of decisions of a measured line: peak and seconds of the graphs they lead to."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from fxremat.planner.moves import moved
 from fxremat.planner.places import COLUMNS, MODES, Ints
 
 MOST_BYTES = 1 << 62
-"""More than any step needs."""
+"""A number of bytes that no step exceeds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Alone(Footprint):
+class CallFootprint(Footprint):
     """What a single call does to memory.
 
     Attributes:
-        inputs: what it reads.
+        inputs: the values that it reads.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -42,15 +42,17 @@ class Alone(Footprint):
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Makes candidates of decisions. Not for two threads at once, nor are those of other sizes.
+    """Evaluates decisions exactly.
+
+    Evaluators of a line share their working memory, also across sizes: they are not thread-safe.
 
     Attributes:
         line: the stages.
-        blocks: of ``line``.
-        options: what stages may keep.
-        context_bytes: memory beside the graphs.
-        numbers: of the size that is meant.
-        room: all of that as numbers; those of other sizes work in it, too.
+        blocks: blocks of ``line``.
+        options: save options of the stages.
+        context_bytes: memory of the step that no block allocates.
+        numbers: bytes and seconds at the size in question.
+        room: the arrays that all evaluators of the line work in.
     """
 
     line: Line
@@ -67,7 +69,7 @@ class Evaluator:
         options: Options,
         context_bytes: ContextBytes,
     ) -> Evaluator:
-        """The evaluator of a measured line."""
+        """Return the evaluator of a measured line."""
         number = numbering(measured.line)
         rebuilt = [
             [parts.missing(mask) for mask in masks]
@@ -78,15 +80,15 @@ class Evaluator:
         return Evaluator(measured.line, blocks, options, context_bytes, numbers, room)
 
     def within(self, context_bytes: ContextBytes) -> Evaluator:
-        """This line's evaluator where something else is held beside it; both share their room."""
+        """Return the evaluator of this line for other context bytes."""
         return replace(self, context_bytes=context_bytes)
 
     def at(self, measured: Measured, context_bytes: ContextBytes) -> Evaluator:
-        """The evaluator of this line at another size: decisions stay, numbers do not.
+        """Return the evaluator of this line at another size, where the same decisions are possible.
 
         Args:
-            measured: the line as it was measured, or scaled, at that size.
-            context_bytes: at that size.
+            measured: the line, measured or scaled to that size.
+            context_bytes: context bytes at that size.
         """
         options = self.options.at(measured)
         numbers = SizedNumbers.of(measured, options, self.room.number)
@@ -94,10 +96,10 @@ class Evaluator:
 
     @property
     def arrays(self) -> LineArrays:
-        """The line as numbers, of the size and the context that are meant."""
+        """The arrays of the line, loaded with this evaluator's size and context."""
         self.room.load(self.numbers)
         now = self.context_bytes
-        if self.room.around is not now:
+        if self.room.context_key is not now:
             nbytes = (
                 now.given_bytes,
                 now.loss_point_bytes,
@@ -105,34 +107,35 @@ class Evaluator:
                 now.end_bytes,
             )
             joint = self.line.joint
-            goes = now.releases(joint)
-            released = {storage: storage in goes for storage in joint.released}
-            self.room.surround(now, nbytes, self._handed, released)
+            releases = now.releases(joint)
+            released = {storage: storage in releases for storage in joint.released}
+            self.room.set_context(now, nbytes, self._handed, released)
         return self.room
 
     def keep_all(self) -> Candidate:
-        """Nothing recomputed."""
+        """Return the candidate that recomputes nothing."""
         return self.candidate(coded(keep_all(len(self.line.stages))))
 
     def candidate(self, codes: Codes, held: bytes = b"") -> Candidate:
-        """A decision evaluated.
+        """Evaluate a decision.
 
         Args:
             codes: the schedule.
-            held: a bit for each node that is kept from its first computation on, none if empty.
+            held: one bit for each node, set if it is held from its first computation on; empty:
+                none is.
 
         Raises:
-            CostError: it runs an operation that was never measured.
-            ScheduleError: it reads what nothing computes.
+            CostError: the decision runs an operation that was never measured.
+            ScheduleError: the decision reads a value that no operation computes.
         """
         arrays = self.arrays
         _calls, _call_s, total_s = arrays.evaluate(codes, arrays.flags(held))
         return Candidate(codes, held, arrays.totals()["peak_bytes"], total_s)
 
     def climb(self, start: Candidate, *, limit_bytes: int = MOST_BYTES) -> list[Candidate]:
-        """What local search finds from ``start`` on, each faster than the one before.
+        """Return the candidates of a local search from ``start``, each faster than the last.
 
-        It ends with the first whose peak is above ``limit_bytes``.
+        The search ends with the first candidate whose peak exceeds ``limit_bytes``.
         """
         from fxremat.planner.climb import MOST_STEPS, climb  # noqa: PLC0415
 
@@ -148,7 +151,7 @@ class Evaluator:
         ]
 
     def evaluation(self, candidate: Candidate) -> Evaluation:
-        """All that is found of a candidate."""
+        """Return memory and seconds of each call of a candidate."""
         from fxremat.planner.replay import HELD, OP, PEAK  # noqa: PLC0415
 
         arrays = self.arrays
@@ -156,7 +159,7 @@ class Evaluator:
         totals = arrays.totals()
         count = totals["calls"]
         ops = decoded(candidate.codes).computations
-        found = Evaluation(
+        evaluation = Evaluation(
             ops=tuple(ops[i] for i in calls[OP, :count].tolist()),
             turn=totals["turn"],
             peaks_bytes=tuple(calls[PEAK, :count].tolist()),
@@ -166,32 +169,32 @@ class Evaluator:
             seconds=tuple(call_s[:count].tolist()),
             lives=self._lives(calls),
         )
-        return moved(found, candidate.moves) if candidate.moves else found
+        return moved(evaluation, candidate.moves) if candidate.moves else evaluation
 
-    def alone(
+    def call_footprint(
         self, stage: int, mode: Mode, asked: Iterable[fx.Node], *, option: int = 0, kept: bool
-    ) -> Alone:
-        """A single call, where nothing is held beside.
+    ) -> CallFootprint:
+        """Return the footprint of a single call, with nothing else held.
 
         Args:
-            stage: of the call.
-            mode: how it runs.
-            asked: what it gives.
+            stage: the stage of the call.
+            mode: how the block runs.
+            asked: the values that the call returns.
             option: the save option of the stage, for a backward.
-            kept: its inputs stay; else each goes after its last reader.
+            kept: whether its inputs are held; otherwise each is freed after its last reader.
         """
-        from fxremat.planner.replay import run_alone  # noqa: PLC0415
+        from fxremat.planner.replay import run_single_call  # noqa: PLC0415
 
         arrays = self.arrays
         inputs = np.zeros(arrays.at.nodes, dtype=np.int64)
         numbers = np.array([arrays.number[node] for node in asked], dtype=np.int64)
         peak, change, count = arrays.run(
-            run_alone, stage, MODES[mode], option, numbers, kept, inputs
+            run_single_call, stage, MODES[mode], option, numbers, kept, inputs
         )
-        return Alone(peak, change, tuple(arrays.nodes[i] for i in inputs[:count].tolist()))
+        return CallFootprint(peak, change, tuple(arrays.nodes[i] for i in inputs[:count].tolist()))
 
     def decision(self, candidate: Candidate) -> Decision:
-        """What a candidate decides beside its schedule."""
+        """Return the part of a candidate's decision that is not in its schedule."""
         missing = self.options.missing(self.options.kept_by(decoded(candidate.codes)))
         nodes, order = self.arrays.nodes, self.line.order
         held: dict[int, list[fx.Node]] = {}
@@ -206,7 +209,7 @@ class Evaluator:
         return Decision(numbers(missing), numbers(held), candidate.moves)
 
     def program(self, candidate: Candidate) -> Program:
-        """The calls that carry a candidate out."""
+        """Return the calls that carry out a candidate."""
         arrays = self.arrays
         calls, _, _ = arrays.evaluate(candidate.codes, arrays.flags(candidate.held))
         released = self.context_bytes.releases(self.line.joint)
@@ -247,18 +250,19 @@ def program_of(
     released: frozenset[int],
     handed: frozenset[fx.Node] = frozenset(),
 ) -> Program:
-    """The calls of the last evaluation of ``arrays``.
+    """Build the calls of the last evaluation of ``arrays``.
 
     Args:
         arrays: ``line`` as numbers.
         line: the stages.
-        blocks: of ``line``.
+        blocks: blocks of ``line``.
         codes: the schedule.
-        calls: what the evaluation found of each.
+        calls: the calls, as the evaluation returned them.
         released: storages of tangents that their last reader releases.
-        handed: gradients that are given back as soon as they are made.
+        handed: gradients whose memory is released as soon as they are computed.
 
-    Ensures: the calls compute exactly what the joint graph does.
+    Ensures:
+        The calls compute exactly what the joint graph computes.
 
     Raises:
         ScheduleError: the schedule draws random numbers in another order.
@@ -279,8 +283,8 @@ def program_of(
         lists = at.block + COLUMNS * block
         asked, runs, end = data[[lists + ASKED, lists + NODES, lists + INPUTS]].tolist()
         op, mode = ops[index], modes[index]
-        own = blocks.of(op.stage, mode, data[runs:end], data[asked:runs], arrays.nodes)
-        made.append(Call(op, own, bool(rebuilds)))
+        extracted = blocks.of(op.stage, mode, data[runs:end], data[asked:runs], arrays.nodes)
+        made.append(Call(op, extracted, bool(rebuilds)))
     joint = line.joint
     results = (*joint.forward_outputs, *(n for n in joint.backward_outputs if n not in handed))
     after = (n for n in results if isinstance(n, fx.Node))
@@ -293,25 +297,24 @@ def program_of(
 
 
 def _rank(line: Line, node: fx.Node) -> tuple[int, int, int]:
-    """Sorts what is there throughout before all else, which goes stage by stage."""
+    """Return a sort key: values that are held throughout first, then stage by stage."""
     role, order = line.rank(node)
     return (line.stage_of[node] if role < Role.PINNED else -role, role, order)
 
 
 def carried_out(line: Line, blocks: BlockCache, schedule: Schedule, decision: Decision) -> Program:
-    """The calls of what was decided before, of which nothing is measured.
+    """Return the calls of a decision that was made earlier, without measuring anything.
 
     Args:
         line: the stages.
-        blocks: of ``line``.
-        schedule: what to do.
-        decision: what save options keep, and what is kept from a first forward until it is last
-            read.
+        blocks: blocks of ``line``.
+        schedule: the schedule.
+        decision: what save options keep, and what is held from its first computation on.
 
     Raises:
-        LookupError: the decision is one of another line.
-        ScheduleError: the schedule reads what nothing computes, or draws random numbers in another
-            order.
+        LookupError: the decision belongs to another line.
+        ScheduleError: the schedule reads a value that no operation computes, or draws random
+            numbers in another order.
     """
     number, nodes = numbering(line), line.nodes
     missing = dict(decision.missing)

@@ -1,12 +1,12 @@
-"""What runs in a call: compiled loops that find its block.
+"""Compiled loops that find the block of a call: the operations that it runs.
 
-What a call runs depends on few things: its stage, mode and save option, what is asked of it, and
-what is held. Schedules differ in a few stages, so each block is extracted once and found again
-by a hash of these, of 128 bits.
+A block depends on few things: stage, mode and save option of the call, the values that are asked of
+it, and what is held. Schedules differ in a few stages, so each block is extracted once and looked
+up by a 128-bit hash of these.
 
-All numbers lie in one array of integers and one of seconds, at the places that ``At`` has: an
-array that is read as an attribute has its references counted each time, which takes longer than
-what is done with it. Loops that are called from Python, rather than by another, are compiled once.
+All numbers lie in one array of integers and one of seconds, at the places that ``At`` has. If each
+array were an attribute, its reference would be counted at each access, which takes longer than most
+accesses. Loops that are called from Python, rather than from another loop, are compiled once.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from fxremat.planner.places import (
 )
 
 ASKED, NODES, INPUTS, DIRECT, READS, END, REBUILDS = range(7)
-"""Of a block: where each of its lists begins, and whether a backward runs operations again."""
+"""Columns of a block: where each of its lists begins, and whether a backward recomputes operations.
+"""
 
 BLOCKS, FOOTPRINTS, STAMP, FAILED, EVALUATIONS, HANDED_BYTES = range(2, 8)
-"""Of ``At.counts``, beside ``TOP`` and ``ROOM``: blocks and footprints so far, the last mark that
-was made, what was missing, and how many evaluations there were."""
+"""Places in ``At.counts``, besides ``TOP`` and ``ROOM``: number of blocks and of footprints, the
+last mark, what was missing, number of evaluations, and bytes that the last call hands over."""
 
 NOTHING_ASKED, NO_ROOM, MISSED = -1, -2, -3
-"""In place of a block."""
+"""Returned in place of a block."""
 
 
 def make_room(data: Ints, at: At, calls: int) -> None:
-    """Forget all blocks where those of so many more calls may not find room."""
+    """Drop all blocks if those of ``calls`` more calls may not fit."""
     full = data[at.counts + BLOCKS] + calls > TABLE // 2
     full = full or data[at.counts + FOOTPRINTS] + calls > TABLE // 2
     if full or 2 * (data[at.counts + TOP] - at.arena) > data[at.counts + ROOM] - at.arena:
@@ -51,25 +52,25 @@ def make_room(data: Ints, at: At, calls: int) -> None:
 
 
 def resize(data: Ints, seconds: Floats, at: At) -> None:
-    """Bytes and seconds have changed: time all blocks anew, forget what they do to memory."""
+    """Recompute the seconds of all blocks, and drop their footprints, after sizes have changed."""
     data[at.footprint_key : at.footprint_key + 2 * TABLE] = 0
     data[at.counts + FOOTPRINTS] = 0
     data[at.counts + FAILED] = 0
     _time_all(data, seconds, at.packed)
     if data[at.counts + FAILED]:
-        make_room(data, at, TABLE)  # a block without its seconds is never found again
+        make_room(data, at, TABLE)  # drops all blocks: one has no seconds
 
 
 @njit(cache=True, nogil=True)
 def _time_all(data: Ints, seconds: Floats, packed: Packed) -> None:
     at: At = packed[0]
     for block in range(data[at.counts + BLOCKS]):
-        time_again(data, seconds, at, block)
+        time_block(data, seconds, at, block)
 
 
 @njit(inline="always")
-def time_again(data: Ints, seconds: Floats, at: At, block: int) -> None:
-    """Add up what a block runs again, as in a forward and as in a rebuild."""
+def time_block(data: Ints, seconds: Floats, at: At, block: int) -> None:
+    """Add up the seconds of what a block recomputes, in a forward and in a rebuild."""
     forward_s = rebuild_s = 0.0
     lists = at.block + COLUMNS * block
     for i in range(data[lists + NODES], data[lists + INPUTS]):
@@ -83,22 +84,22 @@ def time_again(data: Ints, seconds: Floats, at: At, block: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def own_nodes(data: Ints, at: At, stage: int, mode: int) -> int:
-    """Write the operations of a block's stage to ``at.own``, in order; returns how many."""
+def list_operations(data: Ints, at: At, stage: int, mode: int) -> int:
+    """Write the operations of a block's stage to ``at.listed``, in order; return how many."""
     if mode != BACK:
         begin, end = data[at.forward + stage], data[at.forward + stage + 1]
     else:
         begin, end = data[at.backward + stage], data[at.backward + stage + 1]
     if mode != BACK or not data[at.unusual + stage]:
         for i in range(end - begin):
-            data[at.own + i] = begin + i
+            data[at.listed + i] = begin + i
         return int(end - begin)
     return _with_sums(data, at, stage, begin, end)
 
 
 @njit(cache=True, nogil=True)
 def place_sums(data: Ints, at: At) -> None:
-    """Let each sum run with the backward that comes last of those that it waits for."""
+    """Assign each sum over branches to the backward that runs last of those it waits for."""
     data[at.unusual : at.unusual + at.stages] = 0
     data[at.sum_hash : at.sum_hash + 2 * at.stages] = 0
     for i in range(at.sum_count):
@@ -116,11 +117,11 @@ def place_sums(data: Ints, at: At) -> None:
 
 @njit(inline="always")
 def _with_sums(data: Ints, at: At, stage: int, begin: int, end: int) -> int:
-    """A backward's own operations, and each sum as soon as all that it reads is there."""
+    """List a backward's operations, with each sum as soon as all its inputs are available."""
     data[at.counts + STAMP] += 1
-    missing = data[at.counts + STAMP]  # marked in ``want``: to come
+    missing = data[at.counts + STAMP]  # marked in ``want``: not listed yet
     done = -missing
-    for i in range(at.sum_count):  # sums of other stages are none of its own
+    for i in range(at.sum_count):  # sums of other stages are not listed
         data[at.want + data[at.sums + i]] = done
     waiting = 0
     for i in range(at.sum_count):
@@ -134,13 +135,13 @@ def _with_sums(data: Ints, at: At, stage: int, begin: int, end: int) -> int:
             data[at.want + node] = missing
             data[at.order + count] = node
             count += 1
-    own, count = count, 0
-    for i in range(own):
+    operations, count = count, 0
+    for i in range(operations):
         node = data[at.order + i]
-        data[at.own + count] = node
+        data[at.listed + count] = node
         data[at.want + node] = done
         count += 1
-        if i + 1 < own and data[at.value_of + data[at.order + i + 1]] >= 0:
+        if i + 1 < operations and data[at.value_of + data[at.order + i + 1]] >= 0:
             continue  # nothing comes between an operation and its values
         left = 0
         for j in range(waiting):
@@ -149,7 +150,7 @@ def _with_sums(data: Ints, at: At, stage: int, begin: int, end: int) -> int:
             for k in range(data[at.reads + reader], data[at.reads + reader + 1]):
                 ready = ready and data[at.want + data[k]] != missing
             if ready:
-                data[at.own + count] = reader
+                data[at.listed + count] = reader
                 data[at.want + reader] = done
                 count += 1
             else:
@@ -161,7 +162,7 @@ def _with_sums(data: Ints, at: At, stage: int, begin: int, end: int) -> int:
 
 @njit(inline="always")
 def can_give(data: Ints, at: At, mode: int, held: Flags, node: int) -> bool:
-    """Whether a block gives ``node``: a recomputation reads what is pinned or held."""
+    """Return whether a block returns ``node``; a recomputation returns nothing pinned or held."""
     if data[at.tensor + node] == 0:
         return False
     return mode != AGAIN or (data[at.pinned + node] == 0 and held[node] == 0)
@@ -169,19 +170,19 @@ def can_give(data: Ints, at: At, mode: int, held: Flags, node: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def block_of(data: Ints, at: At, held: Flags, stage: int, mode: int, option: int) -> int:
-    """The block of a call.
+    """Return the block of a call.
 
-    ``NOTHING_ASKED`` for a recomputation of which nothing is asked, ``NO_ROOM`` where a new block
-    may find none, ``MISSED`` for one that is to be made by ``extract`` first.
+    Returns ``NOTHING_ASKED`` for a recomputation whose results nobody reads, ``NO_ROOM`` if a new
+    block may not fit, and ``MISSED`` if ``extract`` must make the block first.
     """
-    count = own_nodes(data, at, stage, mode)
+    count = list_operations(data, at, stage, mode)
     data[at.counts + STAMP] += 1
     stamp = data[at.counts + STAMP]
     one = mixed(stage * 3 + mode, 1)
     two = mixed(stage * 3 + mode, 2)
     asked = 0
     for i in range(count):
-        node = data[at.own + i]
+        node = data[at.listed + i]
         if data[at.needed + node] != 0 and can_give(data, at, mode, held, node):
             data[at.want + node] = stamp
             asked += 1
@@ -216,7 +217,7 @@ def block_of(data: Ints, at: At, held: Flags, stage: int, mode: int, option: int
 
 
 def extract(data: Ints, seconds: Floats, at: At, held: Flags) -> None:
-    """Make the ``MISSED`` block: the least that gives what is asked of it."""
+    """Make the block that was ``MISSED``: the least that returns what is asked of it."""
     entry, stage, mode, row, count = data[at.missed : at.missed + 5].tolist()
     block = int(data[at.counts + BLOCKS])
     data[at.counts + BLOCKS] += 1
@@ -230,22 +231,22 @@ def extract(data: Ints, seconds: Floats, at: At, held: Flags) -> None:
 def _select(
     data: Ints, packed: Packed, held: Flags, block: int, stage: int, mode: int, row: int, count: int
 ) -> int:
-    """Mark what runs in a block; the last operations of ``at.own``, from which on is returned."""
+    """Gather what runs in a block at the end of ``at.listed``; return where it begins."""
     at: At = packed[0]
     stamp = data[at.counts + STAMP]
     _record_asked(data, at, block, count)
     if mode != AGAIN:
         for i in range(count):
-            if data[at.draws + data[at.own + i]]:
-                data[at.want + data[at.own + i]] = stamp
+            if data[at.draws + data[at.listed + i]]:
+                data[at.want + data[at.listed + i]] = stamp
     lists = at.reads_again if mode == AGAIN else at.reads
-    inside = count  # ``data[at.own + inside:count]`` from here on are those that run
+    inside = count  # operations that run are gathered in ``data[at.listed + inside:count]``
     for i in range(count - 1, -1, -1):
-        node = data[at.own + i]
-        there = mode == AGAIN and (data[at.pinned + node] != 0 or held[node] != 0)
-        if data[at.want + node] == stamp and not there:
+        node = data[at.listed + i]
+        available = mode == AGAIN and (data[at.pinned + node] != 0 or held[node] != 0)
+        if data[at.want + node] == stamp and not available:
             inside -= 1
-            data[at.own + inside] = node
+            data[at.listed + inside] = node
             for k in range(data[lists + node], data[lists + node + 1]):
                 data[at.want + data[k]] = stamp
     rebuilds = False
@@ -257,33 +258,34 @@ def _select(
 
 @njit(inline="always")
 def _recompute(data: Ints, at: At, held: Flags, stage: int, row: int) -> bool:
-    """Mark the forward operations that a backward runs again; whether there are any."""
+    """Mark the forward operations that a backward recomputes; return whether there are any."""
     stamp = data[at.counts + STAMP]
-    missing = -stamp  # marked in ``chosen`` for now
+    missing = -stamp  # a temporary mark in ``chosen``
     for k in range(data[at.missing + row], data[at.missing + row + 1]):
         data[at.chosen + data[k]] = missing
-    found = False
+    recomputes = False
     for node in range(data[at.forward + stage + 1] - 1, data[at.forward + stage] - 1, -1):
         gone = data[at.chosen + node] == missing and held[node] == 0
         if data[at.want + node] == stamp and (gone or data[at.tensor + node] == 0):
             data[at.again + node] = stamp
-            found = True
+            recomputes = True
             for k in range(data[at.reads_again + node], data[at.reads_again + node + 1]):
                 data[at.want + data[k]] = stamp
-    return found
+    return recomputes
 
 
 @njit(cache=True, nogil=True)
 def _interleave(data: Ints, packed: Packed, inside: int, count: int, mode: int) -> int:
-    """Write to ``at.order`` what runs, each view and rebuilt tensor before its first reader.
+    """Write what runs to ``at.order``; return the number of nodes.
 
-    The values of an operation with several directly follow it. Returns how many there are.
+    Each view and each recomputed value comes right before its first reader. The values of an
+    operation with several results directly follow it.
     """
     at: At = packed[0]
     stamp = data[at.counts + STAMP]
     nodes = 0
     for i in range(inside, count):
-        data[at.stack] = data[at.own + i]
+        data[at.stack] = data[at.listed + i]
         waiting = 1
         while waiting:
             node = data[at.stack + waiting - 1]
@@ -318,7 +320,7 @@ def _record_asked(data: Ints, at: At, block: int, count: int) -> None:
     top = data[at.counts + TOP]
     data[at.block + COLUMNS * block + ASKED] = top
     for i in range(count):
-        node = data[at.own + i]
+        node = data[at.listed + i]
         if data[at.want + node] == data[at.counts + STAMP]:
             data[top] = node
             top += 1
@@ -338,8 +340,8 @@ def _record(
 ) -> None:
     """Write the lists of a block to the arena.
 
-    Its nodes (twice the number, and 1 more for a recomputation), its inputs, what its own
-    operations read of the forward, storages of its inputs.
+    These are its nodes (twice the number, plus 1 for a recomputation), its inputs, the forward
+    values that its backward operations read, and the storages of its inputs.
     """
     at: At = packed[0]
     stamp = data[at.counts + STAMP]
@@ -351,17 +353,17 @@ def _record(
         data[top] = 2 * node + again
         top += 1
     data[at.block + COLUMNS * block + INPUTS] = top
-    time_again(data, seconds, at, block)
+    time_block(data, seconds, at, block)
     data[at.counts + STAMP] += 1
-    seen = data[at.counts + STAMP]
+    is_input = data[at.counts + STAMP]
     for i in range(nodes):
         node = data[at.order + i]
         again = mode == AGAIN or data[at.again + node] == stamp
         lists = at.reads_again if again else at.reads
         for k in range(data[lists + node], data[lists + node + 1]):
             source = data[k]
-            if data[at.chosen + source] != stamp and data[at.want + source] != seen:
-                data[at.want + source] = seen
+            if data[at.chosen + source] != stamp and data[at.want + source] != is_input:
+                data[at.want + source] = is_input
                 data[top] = source
                 top += 1
     data[at.block + COLUMNS * block + DIRECT] = top
@@ -369,7 +371,7 @@ def _record(
         data[at.counts + STAMP] += 1
         direct = data[at.counts + STAMP]
         for i in range(inside, count):
-            node = data[at.own + i]
+            node = data[at.listed + i]
             for k in range(data[at.reads + node], data[at.reads + node + 1]):
                 source = data[k]
                 if source < at.forward_count and data[at.want + source] != direct:

@@ -1,6 +1,6 @@
-"""What running a block asks of the device's allocator, in order, and what that comes to.
+"""What running a block requests from the device's allocator, in order, and the resulting peak.
 
-Each operation of a block asks for its results and its workspace, and gives back what it reads last.
+Each operation of a block requests its results and its workspace, and releases what it reads last.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fxremat.passes.stages.block import Block, Mode
 from fxremat.passes.stages.linearize import Line
 
 WorkspaceBytes = Callable[[fx.Node, Block], int]
-"""Peak bytes of an operation beyond its arguments and results."""
+"""Returns the peak bytes of an operation beyond its arguments and results."""
 
 Asked = Callable[[fx.Node, Block], tuple[Request, ...]]
-"""What an operation asks for, by the places of its results; none: for these as they are returned,
-and then for its workspace."""
+"""Returns the requests of an operation, with the places of its results as keys. Without any, the
+operation is taken to request its results in their order, and then its workspace."""
 
 WORKSPACE = -1
-"""The key of what is asked for and given back at once."""
+"""The key of requests that are released by the same operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Footprint:
     """What running a block does to memory.
 
     Attributes:
-        peak_bytes: most bytes at any instant, less those at the start; never negative.
-        change_bytes: bytes at the end, less those at the start.
+        peak_bytes: maximum of the bytes held, less those at the start; never negative.
+        change_bytes: bytes held at the end, less those at the start.
     """
 
     peak_bytes: int
@@ -42,14 +42,15 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class OperationRequests:
-    """One operation of a block.
+    """The requests of one operation of a block.
 
     Attributes:
-        allocates: storages that its results take.
-        releases: storages whose last reader it is, the block's inputs among them.
-        workspace_bytes: needed while it runs.
+        allocates: storages of its results.
+        releases: storages that it reads last, including inputs of the block.
+        workspace_bytes: bytes needed while it runs.
         node: the operation.
-        pieces: what it asks for in order; none: all results, and then its workspace.
+        pieces: its requests in order, if they were measured; otherwise all results come before the
+            workspace.
     """
 
     allocates: tuple[int, ...]
@@ -69,7 +70,7 @@ def steps_of(
     workspace_bytes: WorkspaceBytes,
     asked: Asked = _as_returned,
 ) -> tuple[OperationRequests, ...]:
-    """What each operation of ``block`` allocates and releases."""
+    """Return the requests of each operation of ``block``."""
     incoming = storages.of(block.inputs)
     staying = storages.of(block.outputs)
     last_use: dict[int, int] = {}
@@ -88,8 +89,8 @@ def steps_of(
         read = storages.of(block.sources(node))
         results = [s for s in _made(node, block, storages) if s not in read]
         new = tuple(s for s in results if s not in present)
-        # A recomputed operation also returns values that were pinned the first time:
-        # that second copy is gone as soon as the results asked for are picked out.
+        # A recomputed operation also returns values that are pinned already. This second copy
+        # is freed as soon as the other results are picked out.
         second = storages.total(s for s in results if s in present)
         present.update(new)
         releases = tuple(s for s, last in last_use.items() if last == i and s not in staying)
@@ -102,28 +103,28 @@ def steps_of(
 def _pieces(
     asked: Sequence[Request], results: Sequence[int], new: frozenset[int], storages: StorageTable
 ) -> tuple[Request, ...]:
-    """Requests for the results of an operation and for its workspaces.
+    """Return the measured requests of an operation, for its results and its workspaces.
 
-    Second copies of values that are there are given back at the end.
+    Second copies of existing values are released at the end.
     """
     if sum(key >= 0 for key, _ in asked) != len(results):
         return ()
-    found: list[Request] = []
+    requests: list[Request] = []
     second: list[Request] = []
     for key, nbytes in asked:
         if key < 0:
-            found.append((key, nbytes))
+            requests.append((key, nbytes))
             continue
         storage, unused = results[key], WORKSPACE - len(asked) - key
         is_new = storage in new
-        found.append((storage if is_new else unused, storages.nbytes[storage]))
+        requests.append((storage if is_new else unused, storages.nbytes[storage]))
         if not is_new:
             second.append((unused, -storages.nbytes[storage]))
-    return (*found, *second)
+    return (*requests, *second)
 
 
 def _made(node: fx.Node, block: Block, storages: StorageTable) -> tuple[int, ...]:
-    """Storages of the results of ``node`` as ``block`` runs it."""
+    """Return the storages that ``node`` returns when ``block`` runs it."""
     made = storages.of_node[node]
     if block.mode_of(node) is Mode.AGAIN and batchnorm.updates_statistics(node):
         return made[: batchnorm.NORMALIZED_VALUES]
@@ -131,7 +132,7 @@ def _made(node: fx.Node, block: Block, storages: StorageTable) -> tuple[int, ...
 
 
 def _follows(node: fx.Node, groups: list[fx.Node]) -> bool:
-    """Whether ``node`` picks a result of the operation just run: both are one step then."""
+    """Return whether ``node`` picks a result of the last operation: both are one step then."""
     return is_getitem(node) and bool(groups) and node.args[0] is groups[-1]
 
 
@@ -142,14 +143,14 @@ def requests_of(
     kept: frozenset[int],
     in_pieces: bool = False,
 ) -> tuple[Request, ...]:
-    """What running ``steps`` asks of the allocator, in order.
+    """Return what running ``steps`` requests, in order.
 
     Args:
-        steps: of a block.
-        storages: sizes.
-        kept: storages that somebody outside still holds, so the block frees none of them.
-        in_pieces: as each operation was seen to ask, if it was; or else, and by default, for all
-            of its results, and then for all of its workspace. The sums are no less so.
+        steps: requests of the operations of a block.
+        storages: sizes of storages.
+        kept: storages that are held outside of the block, so that the block frees none of them.
+        in_pieces: use measured requests where there are any. Otherwise an operation requests all
+            its results and then its workspace, which takes at least as many bytes.
     """
     asked: list[Request] = []
     for step in steps:
@@ -164,7 +165,7 @@ def requests_of(
 
 
 def run(requests: tuple[Request, ...]) -> Footprint:
-    """What ``requests`` come to, each counted as it is."""
+    """Return peak and change of ``requests``, each counted with its exact size."""
     now = peak = 0
     for _, nbytes in requests:
         now += nbytes
@@ -173,7 +174,7 @@ def run(requests: tuple[Request, ...]) -> Footprint:
 
 
 class Footprints:
-    """Footprints of blocks of one line; what each block asks for is found once."""
+    """Footprints of the blocks of one line; the requests of each block are derived once."""
 
     def __init__(
         self, line: Line, workspace_bytes: WorkspaceBytes, asked: Asked = _as_returned
@@ -184,18 +185,18 @@ class Footprints:
         self._steps: dict[int, tuple[Block, tuple[OperationRequests, ...]]] = {}
 
     def of(self, block: Block, *, kept: frozenset[int]) -> Footprint:
-        """What ``block`` does to memory while others hold the storages ``kept``."""
+        """Return the footprint of ``block`` while the storages ``kept`` are held elsewhere."""
         return run(self.requests(block, kept=kept))
 
     def requests(
         self, block: Block, *, kept: frozenset[int], in_pieces: bool = False
     ) -> tuple[Request, ...]:
-        """What ``block`` asks of the allocator while others hold the storages ``kept``."""
+        """Return the requests of ``block`` while the storages ``kept`` are held elsewhere."""
         kept = kept & block.reads
         return requests_of(self.steps(block), self._storages, kept=kept, in_pieces=in_pieces)
 
     def steps(self, block: Block) -> tuple[OperationRequests, ...]:
-        """What each operation of ``block`` does."""
+        """Return the requests of each operation of ``block``."""
         if id(block) not in self._steps:  # the entry keeps the block, so its id, alive
             steps = steps_of(block, self._storages, self._workspace_bytes, self._asked)
             self._steps[id(block)] = (block, steps)

@@ -1,13 +1,13 @@
-"""Where schedules come from: a generator gives those of one solver, for all budgets at once.
+"""Generators: each yields the schedules of one solver, for all budgets at once.
 
-Solvers work on the chain of a measured line: bytes and seconds of each stage, the bytes from its
-calls alone. That rounds and simplifies; what a solver finds is evaluated exactly afterwards.
-Solving for many budgets and keeping each schedule's exact peak finds, for any budget, the fastest
-that truly fits, and makes time and peak monotonic in the budget.
+Solvers work on the chain of a measured line: bytes and seconds of each stage, as if its calls ran
+by themselves. This rounds and simplifies, so every schedule is evaluated exactly afterwards.
+Solving for many budgets and keeping the exact peak of each schedule gives, for any budget, the
+fastest schedule that really fits, and makes time and peak monotonic in the budget.
 
-Where the loss is outside, the turn is a stage of its own, and what is held then is for the
-solver to choose. Most often it is all that the last stage keeps, which takes no time to get
-back.
+If the loss is outside the model, the loss point is a stage of its own, and the solver chooses what
+is held there. Most often that is all that the last stage keeps, which takes no time to compute
+again.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line, StageNodes
 from fxremat.planner.candidates import Evaluation
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.evaluator import Alone, Evaluator
+from fxremat.planner.evaluator import CallFootprint, Evaluator
 from fxremat.planner.handed import staying
 
 
 def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) -> Chain:
-    """The storages, boundaries and saved sets of ``line``, and what ``options`` keep."""
+    """Return the chain of ``line``: storages, boundaries, saved sets, and what ``options`` keep."""
     table = line.joint.storages
     number = _numbering(line, options)
 
@@ -60,33 +60,32 @@ def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) 
 
 
 def _numbering(line: Line, options: Options | None) -> dict[int, int]:
-    """The chain's number of each storage that a stage may keep or hand on."""
+    """Return the chain's number of each storage that a stage may keep or pass on."""
     table = line.joint.storages
     given = table.of((*line.joint.given, *line.pinned))
-    found: dict[int, int] = {}
+    number: dict[int, int] = {}
     for index, stage in enumerate(line.stages):
         held = table.of((*stage.boundary, *stage.saved))
         if options is not None:
             held |= frozenset(options.parts[index].storages)
         for storage in sorted(held - given):
-            found.setdefault(storage, len(found))
-    return found
+            number.setdefault(storage, len(number))
+    return number
 
 
 def build_costs(
     measured: Measured, chain: Chain, evaluator: Evaluator, *, options: bool = True
 ) -> Costs:
-    """Seconds and bytes of each stage, the bytes from its calls alone.
+    """Return the seconds of each stage, and the bytes of its calls if they ran by themselves.
 
-    What is held from the loss point on (tangents) or at it is charged to the last stage's
-    backward, be it the turn itself, and to the gradients of the others, as far as it is there
-    when their backwards begin.
+    What is held at the loss point, or from there on, is charged to the backward of the last stage,
+    and to the gradients of the other stages as far as it is still held when their backwards begin.
 
     Args:
         measured: the line.
         chain: its stages.
-        evaluator: of the line.
-        options: with the stages' save options.
+        evaluator: the evaluator of the line.
+        options: whether the save options of the stages are included.
     """
     line = measured.line
     gradients = _gradient_bytes(line, evaluator.context_bytes)
@@ -94,12 +93,12 @@ def build_costs(
     stages = []
     for index in range(len(chain)):
         stage = _Stage(measured, chain, evaluator, index)
-        found: list[SaveOption] = []
+        save_options: list[SaveOption] = []
         parts = evaluator.options.parts[index]
         for mask in evaluator.options.masks[index] if options else ():
             kept = tuple(number[s] for s in parts.kept_storages(mask))
-            found.append(stage.option(len(found) + 1, kept, parts.recompute_s(mask)))
-        stages.append(stage.costs(gradients[index], tuple(found)))
+            save_options.append(stage.option(len(save_options) + 1, kept, parts.recompute_s(mask)))
+        stages.append(stage.costs(gradients[index], tuple(save_options)))
     fixed_bytes = evaluator.context_bytes.given_bytes + _pinned_bytes(line)
     return Costs(tuple(stages), fixed_bytes)
 
@@ -114,12 +113,12 @@ class _Stage:
     index: int
 
     def costs(self, gradient_bytes: int, options: tuple[SaveOption, ...]) -> StageCosts:
-        """Of the stage, the gradients in memory after it being ``gradient_bytes``."""
+        """Return the costs of the stage, with ``gradient_bytes`` in memory after its backward."""
         chain, index = self.chain, self.index
         seconds, saved = self.measured.stages[index], self._own.saved
         new_boundary = chain.nbytes({*chain.boundaries[index + 1]} - {*chain.boundaries[index]})
         passed_on = self._passed_on
-        rebuild = self.evaluator.alone(index, Mode.AGAIN, saved, kept=True)
+        rebuild = self.evaluator.call_footprint(index, Mode.AGAIN, saved, kept=True)
         alone_bytes = self._backward_extra(0)
         last = index == len(chain) - 1
         return StageCosts(
@@ -137,8 +136,8 @@ class _Stage:
         )
 
     def option(self, option: int, kept: tuple[int, ...], recompute_s: float) -> SaveOption:
-        """What keeping the storages ``kept`` takes."""
-        # What of its own the backward then reads is what the first forward keeps.
+        """Return the save option that keeps the storages ``kept``."""
+        # The first forward keeps what the backward reads of this stage.
         inputs = self._backward(option).inputs
         own = frozenset(inputs).intersection(n for n in self._own.forward if is_tensor(n))
         held_bytes = self.chain.nbytes(self.chain.added(self.index, kept))
@@ -155,28 +154,30 @@ class _Stage:
 
     @property
     def _passed_on(self) -> frozenset[fx.Node]:
-        """What a first forward gives whatever is kept: its boundary and pinned tensors."""
+        """What every first forward returns: the boundary and pinned tensors."""
         line, own = self.measured.line, self._own
         boundary = frozenset(own.forward).intersection(boundary_after(line, self.index))
         return boundary.union(own.pinned, (n for n in own.saved if n in line.pinned))
 
     def _forward_extra(self, asked: Iterable[fx.Node], held_bytes: int) -> int:
-        """Peak of a first forward beyond its input, pinned tensors and ``held_bytes``."""
+        """Return a first forward's peak beyond its input, pinned tensors and ``held_bytes``."""
         line = self.measured.line
         table = line.joint.storages
         pinned = table.total(table.of(self._own.pinned) - table.of(line.joint.given))
-        found = self.evaluator.alone(self.index, Mode.FIRST, asked, kept=True)
-        return max(found.peak_bytes - held_bytes - pinned, 0)
+        forward = self.evaluator.call_footprint(self.index, Mode.FIRST, asked, kept=True)
+        return max(forward.peak_bytes - held_bytes - pinned, 0)
 
-    def _backward(self, option: int) -> Alone:
+    def _backward(self, option: int) -> CallFootprint:
         asked = self._own.results
-        return self.evaluator.alone(self.index, Mode.BACKWARD, asked, option=option, kept=False)
+        return self.evaluator.call_footprint(
+            self.index, Mode.BACKWARD, asked, option=option, kept=False
+        )
 
     def _backward_extra(self, option: int) -> int:
         extra = self._backward(option).peak_bytes
         if self.index == len(self.chain) - 1:
-            around = self.evaluator.context_bytes
-            extra = max(0, extra + around.backward_bytes, around.loss_point_bytes)
+            context = self.evaluator.context_bytes
+            extra = max(0, extra + context.backward_bytes, context.loss_point_bytes)
         return extra
 
 
@@ -186,8 +187,9 @@ def _pinned_bytes(line: Line) -> int:
 
 
 def _gradient_bytes(line: Line, context_bytes: ContextBytes) -> Sequence[int]:
-    """For each stage: what its backward and the lower ones find computed already, and what else is
-    held from the loss point on.
+    """Return, for each stage, the bytes of gradients that are held when its backward begins.
+
+    They include what else is held from the loss point on.
     """
     table = line.joint.storages
     returned = table.of(staying(line, context_bytes))
@@ -209,23 +211,23 @@ def _gradient_bytes(line: Line, context_bytes: ContextBytes) -> Sequence[int]:
 
 
 SLOTS = 500
-"""Slots of each table; a few tables with ever lower ceilings keep rounding small."""
+"""Slots of each table. A few tables with decreasing ceilings keep rounding errors small."""
 
 
 BUDGETS = 17
-"""At which a solver is asked that has no table of all budgets."""
+"""How many budgets a solver is called for if it has no table of all budgets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What schedules are asked for.
+    """The problem that generators solve.
 
     Attributes:
         line: the stages.
-        chain: these and their storages.
-        costs: of the stages.
-        context_bytes: memory beside the graphs.
-        kept: the evaluation of keeping everything.
+        chain: the stages and their storages, for solvers.
+        costs: costs of the stages.
+        context_bytes: memory of the step that no block allocates.
+        kept: the evaluation of the schedule that keeps everything.
     """
 
     line: Line
@@ -236,11 +238,11 @@ class Setting:
 
 
 Generator = Callable[[Setting], Iterator[Codes]]
-"""Gives schedules for budgets from the least to all that can be used."""
+"""Yields schedules for budgets from the least feasible one to the largest useful one."""
 
 
 def chain_schedules(setting: Setting) -> Iterator[Codes]:
-    """Optimal persistent schedules of the line, by rotor."""
+    """Yield optimal persistent schedules of the line, by rotor."""
     # Loading numba takes longer than all else in the package: not at import.
     from fxremat.solvers import store_all  # noqa: PLC0415
     from fxremat.solvers.rotor import RotorTable, least_budget  # noqa: PLC0415
@@ -255,10 +257,10 @@ def chain_schedules(setting: Setting) -> Iterator[Codes]:
 
 
 def solved_by(name: str) -> Generator:
-    """Schedules of the line by a solver of ``fxremat.solvers.named``, whatever it rounds.
+    """Return the generator of a solver of ``fxremat.solvers.named``.
 
-    It is asked at ``BUDGETS`` budgets, evenly from the least that it can do with to that of
-    keeping everything.
+    The solver is called for ``BUDGETS`` budgets, evenly spaced from the least that it can meet to
+    that of keeping everything.
     """
 
     def schedules(setting: Setting) -> Iterator[Codes]:
@@ -271,15 +273,15 @@ def solved_by(name: str) -> Generator:
         more_bytes = max(0, store_all.peak_bytes(chain, costs) - least_bytes)
         for step in range(BUDGETS):
             budget_bytes = least_bytes + more_bytes * step // (BUDGETS - 1)
-            found = solve(name, Problem(chain, costs, budget_bytes))
-            if isinstance(found, Solved):
-                yield coded(found.schedule)
+            solution = solve(name, Problem(chain, costs, budget_bytes))
+            if isinstance(solution, Solved):
+                yield coded(solution.schedule)
 
     return schedules
 
 
 def ceilings(full_bytes: int, least_bytes: int, floor_bytes: int) -> Iterator[int]:
-    """Ever lower budgets, so that rounding stays small relative to each."""
+    """Yield decreasing budgets, so that rounding errors stay small relative to each."""
     ceiling = full_bytes
     while ceiling > least_bytes:
         yield ceiling

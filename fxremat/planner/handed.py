@@ -1,4 +1,4 @@
-"""Gradients that are handed over, and what is left of them in the step."""
+"""Gradients that are handed over in the backward, before the step ends."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fxremat.planner.context_bytes import ContextBytes
 
 
 def handed_over(line: Line, context_bytes: ContextBytes) -> frozenset[fx.Node]:
-    """Gradients whose memory is given back by the call that makes them, or right after it.
+    """Return the gradients whose memory is released right after they have been computed.
 
-    They are added to gradients that exist. One whose primal is read by a later backward is
-    handed over only then: it counts as if it stayed.
+    These are added to existing gradients. If a later backward reads the primal, its gradient is
+    handed over only then, and is counted as if it were held to the end.
     """
     outputs = line.joint.backward_outputs
     readers = _readers(line) if context_bytes.added else {}
@@ -25,24 +25,24 @@ def handed_over(line: Line, context_bytes: ContextBytes) -> frozenset[fx.Node]:
 
 
 def staying(line: Line, context_bytes: ContextBytes) -> frozenset[fx.Node]:
-    """Gradients that are there from when they are made to the end of the step."""
+    """Return the gradients that are held from their computation to the end of the step."""
     return frozenset(line.joint.gradients) - handed_over(line, context_bytes)
 
 
 def _readers(line: Line) -> Mapping[tuple[int, ...], set[int]]:
-    """By storages: the stages that read a primal which lies in them, or a view of it."""
+    """Return, by storages, the stages that read a primal in these storages or a view of it."""
     joint = line.joint
-    found: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+    readers: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
     for node in (*joint.primals, *line.views):
         stages = {line.stage_of[user] for user in node.users if user in line.stage_of}
-        found[joint.storages.of_node[node]] |= stages
-    return found
+        readers[joint.storages.of_node[node]] |= stages
+    return readers
 
 
 def _is_read_after(line: Line, index: int, readers: Mapping[tuple[int, ...], set[int]]) -> bool:
-    """Whether a primal may be read by the backward of a stage after what makes its gradient.
+    """Return whether a backward may read a primal after its gradient has been computed.
 
-    Backwards of branches that meet run in any order, one after the other or mixed.
+    Backwards of branches that meet run in any order, one branch after the other or interleaved.
     """
     joint, segments = line.joint, line.segments
     primal, gradient = joint.primals[index], joint.backward_outputs[index]

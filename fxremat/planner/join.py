@@ -1,8 +1,8 @@
-"""Schedules of a step whose forward is a join of branches, by solvers of joins.
+"""Schedules of a step whose forward joins several branches, by the solvers of joins.
 
-The solvers know branches and a trunk. Where branches meet within a branch, the line is such a
-join in several ways: with the outermost branches, each a line of its own; with all of them, and
-what they flow into as one trunk; and with those of each depth between.
+The solvers know branches and a trunk. If branches meet inside a branch, the line is such a join in
+several ways: with the outermost branches, each a line of its own; with all branches, and what they
+flow into as one trunk; and with the branches of each depth in between.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fxremat.planner.generators import Setting, ceilings
 from fxremat.planner.handed import staying
 
 TRUNK = -1
-"""In place of the number of a branch."""
+"""Stands for the trunk in place of the number of a branch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,47 +42,48 @@ class Branching:
     """One way to see a line as branches and a trunk.
 
     Attributes:
-        stages: of the line, in the order of the join: branch after branch, then the trunk.
-        ends: the places in ``stages`` after each branch's last.
+        stages: stages of the line in the order of the join: branch by branch, then the trunk.
+        ends: for each branch, the place in ``stages`` after its last stage.
     """
 
     stages: tuple[int, ...]
     ends: tuple[int, ...]
 
     def branch_at(self, place: int) -> int:
-        """The branch that holds a place in ``stages``, or ``TRUNK``."""
+        """Return the branch at a place in ``stages``, or ``TRUNK``."""
         branch = bisect_right(self.ends, place)
         return branch if branch < len(self.ends) else TRUNK
 
     @property
     def places(self) -> dict[int, int]:
-        """Where each stage of the line is in ``stages``."""
+        """The place in ``stages`` of each stage of the line."""
         return {stage: place for place, stage in enumerate(self.stages)}
 
     def on_line(self, schedule: Schedule) -> Schedule:
-        """A schedule of the join as one of the line."""
+        """Translate a schedule of the join to a schedule of the line."""
         return Schedule(
             tuple(replace(op, stage=self.stages[op.stage]) for op in schedule.computations)
         )
 
 
 def branchings_of(line: Line) -> list[Branching]:
-    """All ways to see ``line`` as a join, the outermost branches first; none if it is none."""
-    found = []
+    """Return all ways to see ``line`` as a join, the outermost branches first."""
+    branchings = []
     for depth in range(1, line.segments.depth + 1):
         branches = line.segments.branches(depth)
         stages = [stage for branch in branches for stage in branch]
         trunk = sorted(set(range(len(line.stages))).difference(stages))
-        found.append(Branching((*stages, *trunk), tuple(accumulate(map(len, branches)))))
-    return found
+        branchings.append(Branching((*stages, *trunk), tuple(accumulate(map(len, branches)))))
+    return branchings
 
 
 def build_join(chain: Chain, branching: Branching) -> Join:
-    """The stages of ``chain`` as branches and a trunk; storages keep their numbers.
+    """Return the stages of ``chain`` as branches and a trunk; storages keep their numbers.
 
-    What crosses a branch from one before it is no part of the branch's boundaries.
+    Storages that cross a branch from an earlier one are not part of the branch's boundaries.
 
-    Requires: ``chain`` is that of a line that ``branching`` is of.
+    Requires:
+        ``chain`` and ``branching`` belong to the same line.
     """
     places = branching.places
     lives: dict[int, tuple[int, int]] = {}
@@ -98,44 +99,44 @@ def build_join(chain: Chain, branching: Branching) -> Join:
             if first < place <= last and branch in (None, branching.branch_at(first))
         )
 
-    own = [chain.stages[stage] for stage in branching.stages]
+    stages = [chain.stages[stage] for stage in branching.stages]
     branches = []
     for branch, (first, end) in enumerate(pairwise((0, *branching.ends))):
         boundaries = [crossing(place, branch) for place in range(first, end + 1)]
-        branches.append(Chain(chain.storages, tuple(boundaries), tuple(own[first:end])))
+        branches.append(Chain(chain.storages, tuple(boundaries), tuple(stages[first:end])))
     ends = tuple(s for branch in branches for s in branch.boundaries[-1])
-    start, count = branching.ends[-1], len(own)
+    start, count = branching.ends[-1], len(stages)
     boundaries = [ends, *map(crossing, range(start + 1, count)), ()]
-    return Join(tuple(branches), Chain(chain.storages, tuple(boundaries), tuple(own[start:])))
+    return Join(tuple(branches), Chain(chain.storages, tuple(boundaries), tuple(stages[start:])))
 
 
 def build_join_costs(
     costs: Costs, line: Line, branching: Branching, context_bytes: ContextBytes
 ) -> JoinCosts:
-    """The costs of ``line``'s chain, with the gradients that each branch holds for itself."""
-    held = _Gradients.of(line, branching, staying(line, context_bytes))
-    own = [costs.stages[stage] for stage in branching.stages]
+    """Return the costs of ``line``'s chain as a join, with the gradients that each branch holds."""
+    gradients = _Gradients.of(line, branching, staying(line, context_bytes))
+    stages = [costs.stages[stage] for stage in branching.stages]
     branches: list[tuple[StageCosts, ...]] = []
     done = []
     for branch, (first, end) in enumerate(pairwise((0, *branching.ends))):
-        levels = held.of_branch(branch, first, end)
+        levels = gradients.of_branch(branch, first, end)
         done.append(levels[0])
         branches.append(
             tuple(
                 replace(stage, gradient_bytes=nbytes)
-                for stage, nbytes in zip(own[first:end], levels[1:], strict=True)
+                for stage, nbytes in zip(stages[first:end], levels[1:], strict=True)
             )
         )
     return JoinCosts(
         branches=tuple(branches),
-        trunk=tuple(own[branching.ends[-1] :]),
+        trunk=tuple(stages[branching.ends[-1] :]),
         fixed_bytes=costs.fixed_bytes,
         done_bytes=tuple(done),
         trunk_done_bytes=max(
             0,
             context_bytes.backward_bytes
             - line.joint.storages.total(_released_by_trunk(line, branching, context_bytes))
-            + held.left_by_trunk(),
+            + gradients.left_by_trunk(),
         ),
     )
 
@@ -143,7 +144,7 @@ def build_join_costs(
 def _released_by_trunk(
     line: Line, branching: Branching, context_bytes: ContextBytes
 ) -> frozenset[int]:
-    """Storages of tangents that no branch reads."""
+    """Return the storages of tangents that no branch reads."""
     table, places, start = line.joint.storages, branching.places, branching.ends[-1]
     return frozenset(
         storage
@@ -159,10 +160,10 @@ class _Gradient:
     """A storage that the backward allocates.
 
     Attributes:
-        born: the place whose backward does.
-        readers: for each branch that reads it: the lowest of its places that does.
-        nbytes: its size, shared out among those who have to hold it.
-        stays: until the end of the step.
+        born: the place of the stage whose backward allocates it.
+        readers: for each branch that reads it, the lowest place of a reader.
+        nbytes: its size, divided among the branches that hold it.
+        stays: whether it is held until the end of the step.
     """
 
     born: int
@@ -173,18 +174,18 @@ class _Gradient:
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """All of them, and where the branches are."""
+    """All storages that the backward of a join allocates."""
 
-    found: tuple[_Gradient, ...]
+    gradients: tuple[_Gradient, ...]
     branching: Branching
 
     @staticmethod
     def of(line: Line, branching: Branching, stays: frozenset[fx.Node]) -> _Gradients:
-        """Those of a line, of which ``stays`` are there to the end.
+        """Return the gradients of a line, of which ``stays`` are held to the end.
 
-        Of the gradient of a parameter that several branches share, each holds its part: when
-        all have gone back there is one, and before that one at most where branches go back
-        one at a time.
+        If several branches share a parameter, each branch holds its part of the gradient: when all
+        of them have run there is one gradient, and before that at most one, as long as the
+        backwards of branches run one at a time.
         """
         table, places = line.joint.storages, branching.places
         outside = table.of((*line.joint.given, *line.joint.tangents, *line.joint.forward))
@@ -194,9 +195,9 @@ class _Gradients:
             if node not in line.sums:
                 for storage in set(table.of_node[node]) - outside:
                     nodes.setdefault(storage, []).append(node)
-        found = []
-        for storage, own in nodes.items():
-            users = [u for node in own for u in node.users]
+        gradients = []
+        for storage, makers in nodes.items():
+            users = [u for node in makers for u in node.users]
             summed = [line.sums[u] for u in users if u in line.sums]
             readers: dict[int, int] = {}
             for place in (places[line.stage_of[u]] for u in users if u in line.stage_of):
@@ -207,16 +208,17 @@ class _Gradients:
             if not lasts:
                 parts = max(len(readers.keys() - {TRUNK}), 1)
             nbytes = -(-table.nbytes[storage] // parts)
-            found.append(_Gradient(places[line.stage_of[own[0]]], readers, nbytes, lasts))
-        return _Gradients(tuple(found), branching)
+            born = places[line.stage_of[makers[0]]]
+            gradients.append(_Gradient(born, readers, nbytes, lasts))
+        return _Gradients(tuple(gradients), branching)
 
     def of_branch(self, branch: int, first: int, end: int) -> Sequence[int]:
-        """What it holds when its stages from ``first + i`` on are done, for each ``i``."""
+        """Return the bytes that a branch holds after its stages from ``first + i`` on, by ``i``."""
         return [self._held(branch, level) for level in range(first, end + 1)]
 
     def _held(self, branch: int, level: int) -> int:
         total = 0
-        for gradient in self.found:
+        for gradient in self.gradients:
             owner = self.branching.branch_at(gradient.born)
             if owner not in (branch, TRUNK) or (owner == branch and gradient.born < level):
                 continue
@@ -227,9 +229,9 @@ class _Gradients:
         return total
 
     def left_by_trunk(self) -> int:
-        """What the trunk's backward leaves until the step ends."""
-        own = (g for g in self.found if self.branching.branch_at(g.born) == TRUNK)
-        return sum(gradient.nbytes for gradient in own if gradient.stays)
+        """Return the bytes that the trunk's backward leaves until the step ends."""
+        trunk = (g for g in self.gradients if self.branching.branch_at(g.born) == TRUNK)
+        return sum(gradient.nbytes for gradient in trunk if gradient.stays)
 
 
 def _branch_count(stages: Iterable[int], branching: Branching) -> int:
@@ -238,27 +240,28 @@ def _branch_count(stages: Iterable[int], branching: Branching) -> int:
 
 
 LEAST_SLOTS, MOST_SLOTS = 200, 2000
-"""Slots of each table of the join."""
+"""Slots of each table of the join, at least and at most."""
 
 MOST_CHOICES = 800_000_000
-"""Looked at to fill a table unless told otherwise: a second or so."""
+"""How many choices are evaluated to fill a table, unless the caller says otherwise: a second or so.
+"""
 
 TABLE_BYTES = 1 << 28
-"""Of each table, at most."""
+"""Size of each table, at most."""
 
 CHAIN_SLOTS = 500
 """Slots of each table of the equivalent chain."""
 
 
 def join_schedules(setting: Setting, *, most_choices: int = MOST_CHOICES) -> Iterator[Codes]:
-    """Schedules of the join solver, for budgets from the least to all that can be used.
+    """Yield schedules of the join solver, from the least budget to the largest useful one.
 
-    Stages have the numbers that they have on the line. Nothing where the line is no join.
+    Stages have their numbers on the line. Nothing is yielded if the line is not a join.
 
     Args:
-        setting: what schedules are asked for.
-        most_choices: looked at to fill a table; where that is too few for the stages as they
-            are, neighbours are merged.
+        setting: the problem.
+        most_choices: how many choices are evaluated to fill a table; if that is too few for all
+            stages, adjacent stages are merged.
     """
     line = setting.line
     for branching in branchings_of(line):
@@ -269,20 +272,22 @@ def join_schedules(setting: Setting, *, most_choices: int = MOST_CHOICES) -> Ite
         yield from _in_orders(line, _solve_join(join, costs, branching, most_choices))
         if len(join.trunk) > 1 and branching.ends[-1] == line.branch_ends[-1]:
             turn = with_turn(join, costs, extra_bytes=_turn_bytes(setting))
-            found = _solve_join(turn.join, turn.costs, branching, most_choices, refine=turn.refine)
-            yield from _in_orders(line, found)
+            schedules = _solve_join(
+                turn.join, turn.costs, branching, most_choices, refine=turn.refine
+            )
+            yield from _in_orders(line, schedules)
 
 
 def equivalent_schedules(setting: Setting) -> Iterator[Codes]:
-    """Those of the chain whose stages are the branches' stages as far from the trunk.
+    """Yield schedules of the equivalent chain, which merges stages equally far from the trunk.
 
-    Nothing where the line is no join.
+    Nothing is yielded if the line is not a join.
     """
     line = setting.line
     for branching in branchings_of(line):
         join, costs = _join_of(setting, branching)
-        coder = _Coder(branching.on_line)
-        yield from _in_orders(line, map(coder.codes, _solve_equivalent(join, costs)))
+        writer = _CodeWriter(branching.on_line)
+        yield from _in_orders(line, map(writer.codes, _solve_equivalent(join, costs)))
 
 
 def _join_of(setting: Setting, branching: Branching) -> tuple[Join, JoinCosts]:
@@ -291,7 +296,7 @@ def _join_of(setting: Setting, branching: Branching) -> tuple[Join, JoinCosts]:
 
 
 def _turn_bytes(setting: Setting) -> int:
-    """Peak of the trunk, forward and back, beyond what is held before, with everything kept."""
+    """Return the trunk's peak beyond what is held before it, with everything kept."""
     start, kept = setting.line.branch_ends[-1], setting.kept
     held_bytes, peaks = setting.context_bytes.given_bytes, [kept.turn_bytes]
     for op, peak, held in zip(kept.ops, kept.peaks_bytes, kept.held_bytes, strict=True):
@@ -303,20 +308,20 @@ def _turn_bytes(setting: Setting) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Coder:
-    """Codes of schedules of which each operation alone is known to be some of the line's."""
+class _CodeWriter:
+    """Writes the codes of schedules whose operations translate to the line one by one."""
 
     on_line: Callable[[Schedule], Schedule]
-    known: dict[Compute, list[int]] = field(default_factory=dict)
+    cache: dict[Compute, list[int]] = field(default_factory=dict)
 
     def codes(self, ops: Iterable[Compute]) -> Codes:
-        """Of the whole schedule."""
+        """Return the codes of a schedule."""
         codes: list[int] = []
         for op in ops:
-            own = self.known.get(op)
-            if own is None:
-                own = self.known[op] = coded(self.on_line(Schedule((op,)))).tolist()
-            codes += own
+            translated = self.cache.get(op)
+            if translated is None:
+                translated = self.cache[op] = coded(self.on_line(Schedule((op,)))).tolist()
+            codes += translated
         return np.array(codes, dtype=np.int64)
 
 
@@ -328,25 +333,25 @@ def _solve_join(
     *,
     refine: Callable[[Schedule], Schedule] = lambda schedule: schedule,
 ) -> Iterator[Codes]:
-    """Schedules of ``join`` as those of the line; ``refine`` gives one of the branching's join."""
+    """Yield schedules of ``join`` on the line; ``refine`` turns them into ones of the branching."""
     from fxremat.solvers.join import JoinPlans, least_budget  # noqa: PLC0415
     from fxremat.solvers.join.coarse import coarsen  # noqa: PLC0415
     from fxremat.solvers.join.numbers import kept_bytes  # noqa: PLC0415
 
     coarse = coarsen(join, costs, most_work=most_choices // LEAST_SLOTS)
     slots = _slots(coarse.join, most_choices)
-    coder = _Coder(lambda schedule: branching.on_line(refine(coarse.refine(schedule))))
+    writer = _CodeWriter(lambda schedule: branching.on_line(refine(coarse.refine(schedule))))
     least_bytes, least = least_budget(coarse.join, coarse.costs)
-    yield coder.codes(least.computations)
+    yield writer.codes(least.computations)
     full_bytes = kept_bytes(join, costs)
     for ceiling in ceilings(full_bytes, least_bytes, costs.fixed_bytes):
         plans = JoinPlans.build(coarse.join, coarse.costs, max_budget_bytes=ceiling, slots=slots)
         for budget_bytes in plans.distinct_budgets():
-            yield coder.codes(plans.operations(budget_bytes))
+            yield writer.codes(plans.operations(budget_bytes))
 
 
 def _slots(join: Join, most_choices: int) -> int:
-    """As many as the table has room and time for."""
+    """Return how many slots the table has memory and time for."""
     from fxremat.solvers.join.coarse import work_of  # noqa: PLC0415
     from fxremat.solvers.join.numbers import state_count  # noqa: PLC0415
 
@@ -375,10 +380,10 @@ def _solve_equivalent(join: Join, costs: JoinCosts) -> Iterator[Sequence[Compute
 
 
 def _in_orders(line: Line, schedules: Iterable[Codes]) -> Iterator[Codes]:
-    """Each with branches run forward in the order of the graph, and as it is where allowed.
+    """Yield each schedule with branches run forward in graph order, and also unchanged if allowed.
 
-    Branches are independent of each other, so until the backward begins their forwards may be
-    put in any order that keeps each branch's. What is held at the turn is the same.
+    Branches are independent of each other, so until the backward begins their forwards may run in
+    any order that keeps the order within each branch. The same storages are held at the loss point.
     """
     free = any_order(line)
     segment = np.array([line.segments.at(stage) for stage in range(len(line.stages))])
@@ -389,10 +394,10 @@ def _in_orders(line: Line, schedules: Iterable[Codes]) -> Iterator[Codes]:
 
 
 def in_graph_order(segment: Codes, codes: Codes) -> Codes:
-    """A schedule with the segments run forward one after the other, as the line has them.
+    """Return a schedule whose segments run forward one after the other, in the order of the line.
 
     Args:
-        segment: of each stage.
+        segment: the segment of each stage.
         codes: the schedule.
     """
     turn = int(np.argmax(codes % KINDS == BACKWARD))

@@ -1,4 +1,4 @@
-"""Where the numbers of a line lie in its arrays: what each operation reads, makes and is."""
+"""The layout of a line's arrays: what each operation reads and makes, and what it is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fxremat.planner.places import (
 
 
 class _Layout:
-    """Puts arrays one after the other."""
+    """Places arrays one after the other."""
 
     def __init__(self) -> None:
         self.places: dict[str, int] = {}
@@ -35,7 +35,7 @@ class _Layout:
         self._size = self._seconds_size = 0
 
     def put(self, **arrays: Iterable[int] | Ints) -> None:
-        """Integers."""
+        """Add integers."""
         for name, values in arrays.items():
             array = np.asarray(list(values) if not isinstance(values, np.ndarray) else values)
             self.places[name] = self._size
@@ -43,36 +43,37 @@ class _Layout:
             self._size += array.size
 
     def put_lists(self, **lists: Iterable[Sequence[int]]) -> None:
-        """Lists: where each begins, and all of them one after the other."""
+        """Add lists: first where each begins, then their items."""
         for name, each in lists.items():
-            own = list(each)
-            first = self._size + len(own) + 1
-            ends = first + np.cumsum([0, *map(len, own)], dtype=np.int64)
-            self.put(**{name: np.concatenate([ends, np.array([i for o in own for i in o], int)])})
+            rows = list(each)
+            first = self._size + len(rows) + 1
+            ends = first + np.cumsum([0, *map(len, rows)], dtype=np.int64)
+            items = np.array([item for row in rows for item in row], int)
+            self.put(**{name: np.concatenate([ends, items])})
 
     def put_seconds(self, **arrays: Floats) -> None:
-        """Seconds."""
+        """Add seconds."""
         for name, array in arrays.items():
             self.places[name] = self._seconds_size
             self._seconds.append(array.astype(np.float64).ravel())
             self._seconds_size += array.size
 
     def room(self, **sizes: int) -> None:
-        """Zeros."""
+        """Add zeros."""
         for name, size in sizes.items():
             self.places[name] = self._size
             self._size += size
 
     def arrays(self) -> tuple[Ints, Floats]:
-        """All that was put."""
-        data = np.zeros(self._size, dtype=np.int64)  # no memory is touched where nothing is put
+        """Return the arrays of integers and of seconds."""
+        data = np.zeros(self._size, dtype=np.int64)  # touches no memory where nothing was added
         for place, values in self._data:
             data[place : place + values.size] = values
         return data, np.concatenate(self._seconds)
 
 
 def numbering(line: Line) -> dict[fx.Node, int]:
-    """The number of each node that an evaluation knows."""
+    """Return the number of each node that evaluations refer to."""
     joint = line.joint
     nodes: dict[fx.Node, int] = {}
     views = (n for n in joint.forward if n in line.views)
@@ -89,19 +90,19 @@ def numbering(line: Line) -> dict[fx.Node, int]:
 
 
 Rebuilt = Sequence[Sequence[Set[fx.Node]]]
-"""For each stage and each of its save options: tensors that its backward rebuilds."""
+"""For each stage and each of its save options, the tensors that its backward recomputes."""
 
 
 def arrays_of(
     line: Line, number: dict[fx.Node, int], rebuilt: Rebuilt, numbers: SizedNumbers
 ) -> LineArrays:
-    """A line as numbers, but for its context bytes.
+    """Return a line as numbers, without context bytes.
 
     Args:
         line: the stages.
-        number: of each node, see :func:`numbering`.
-        rebuilt: by the stages' save options.
-        numbers: of its size.
+        number: the number of each node, see :func:`numbering`.
+        rebuilt: tensors that backwards recompute, by save option.
+        numbers: bytes and seconds at the size in question.
     """
     nodes = tuple(number)
     layout = _Layout()
@@ -127,7 +128,7 @@ def arrays_of(
 
 
 def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
-    """What each node reads, makes and is."""
+    """Add what each node reads and makes, and what it is."""
     joint, table, nodes = line.joint, line.joint.storages, list(number)
     forward = {node for stage in line.stages for node in stage.forward}
     outside = {*joint.given, *joint.tangents}
@@ -137,8 +138,8 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
         if is_getitem(node) and node in forward:
             values.setdefault(node.all_input_nodes[0], []).append(number[node])
 
-    def ids(found: Iterable[fx.Node]) -> list[int]:
-        return list(dict.fromkeys(number[n] for n in found))
+    def ids(nodes: Iterable[fx.Node]) -> list[int]:
+        return list(dict.fromkeys(number[n] for n in nodes))
 
     def read_by(node: fx.Node, mode: Mode) -> list[int]:
         return [] if node in outside else ids(dependencies(node, mode))
@@ -147,9 +148,9 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
         count = len(table.of_node[node])
         return min(count, NORMALIZED_VALUES) if updates_statistics(node) else count
 
-    own = {True: Mode.FIRST, False: Mode.BACKWARD}
+    first_mode = {True: Mode.FIRST, False: Mode.BACKWARD}
     layout.put_lists(
-        reads=(read_by(n, own[n in forward]) for n in nodes),
+        reads=(read_by(n, first_mode[n in forward]) for n in nodes),
         reads_again=(read_by(n, Mode.AGAIN) for n in nodes),
         storages=(table.of_node[n] for n in nodes),
         values=(values.get(n, ()) for n in nodes),
@@ -169,7 +170,7 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
 
 
 def _put_stages(layout: _Layout, line: Line, number: dict[fx.Node, int], rebuilt: Rebuilt) -> None:
-    """The stages' operations, save options and sums."""
+    """Add the stages' operations, save options, and sums over branches."""
     forward = np.cumsum([0, *(len(s.forward) for s in line.stages)])
     backward = np.cumsum([forward[-1], *(len(s.backward) for s in line.stages)])
     sums = sorted(line.sums, key=lambda n: line.order[n])
@@ -182,7 +183,7 @@ def _put_stages(layout: _Layout, line: Line, number: dict[fx.Node, int], rebuilt
     )
     layout.put_lists(
         inverses=([number[n] for n in s.forward if is_inverse(n)] for s in line.stages),
-        missing=(sorted(number[n] for n in missing) for own in rebuilt for missing in own),
+        missing=(sorted(number[n] for n in nodes) for options in rebuilt for nodes in options),
         sum_stages=(sorted(line.sums[n]) for n in sums),
     )
     forward_s = np.zeros(forward[-1])
@@ -190,7 +191,7 @@ def _put_stages(layout: _Layout, line: Line, number: dict[fx.Node, int], rebuilt
 
 
 def _put_numbers(layout: _Layout, numbers: SizedNumbers) -> None:
-    """What is not the same at every size."""
+    """Add what depends on sizes."""
     layout.put(nbytes=numbers.nbytes, workspace=numbers.workspace)
     layout.put_seconds(
         forward_s=numbers.forward_s, backward_s=numbers.backward_s, once_s=numbers.once_s
@@ -198,23 +199,25 @@ def _put_numbers(layout: _Layout, numbers: SizedNumbers) -> None:
 
 
 def _put_operations(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
-    """Forward operations as recomputations: what an effect is about.
+    """Add forward operations as recomputations, for local search.
 
-    ``stage`` of each; ``users``: lists of those that read it when they are run again; ``group``:
-    the first operation of its stage whose results it is a value or a view of, itself if it is
-    none; ``members``: lists of these by group; ``makes``: lists of storages that are new, not of
-    something that it reads and is a view of; ``settled``: of each storage, whether it stays in
-    any case. Storages that are always there are left out.
+    ``stage`` is the stage of each; ``users`` lists the operations that read it when they run again;
+    ``group`` is the first operation of its stage whose result it is a value or a view of, or
+    itself; ``members`` lists operations by group; ``makes`` lists storages that it allocates;
+    ``always_held`` says of each storage whether every schedule holds it across the loss point.
+    Storages that are held throughout the step are left out.
     """
     joint, table = line.joint, line.joint.storages
     given = table.of(joint.given)
     fixed = given | table.of(line.pinned)
     outputs = table.of(joint.results)
     nodes = [node for stage in line.stages for node in stage.forward]
-    own = [[s for s in table.of_node[n] if s not in fixed] if is_tensor(n) else [] for n in nodes]
+    lies_in = [
+        [s for s in table.of_node[n] if s not in fixed] if is_tensor(n) else [] for n in nodes
+    ]
     users: list[list[int]] = [[] for _ in nodes]
     members: list[list[int]] = [[] for _ in nodes]
-    makes = [dict.fromkeys(storages) for storages in own]
+    makes = [dict.fromkeys(storages) for storages in lies_in]
     maker: dict[tuple[int, int], int] = {}
     groups = []
     for i, node in enumerate(nodes):
@@ -222,43 +225,43 @@ def _put_operations(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> 
             j = number[source]
             if j < len(nodes):
                 users[j].append(i)
-                for storage in own[j]:
+                for storage in lies_in[j]:
                     makes[i].pop(storage, None)
         group = i
         if is_getitem(node) and number[node.all_input_nodes[0]] < len(nodes):
             group = number[node.all_input_nodes[0]]
-        for storage in own[i]:
+        for storage in lies_in[i]:
             group = maker.setdefault((line.stage_of[node], storage), group)
         groups.append(group)
         members[group].append(i)
     layout.put(
         stage=(line.stage_of[n] for n in nodes),
         group=groups,
-        settled=(s in given or s in outputs for s in range(len(table.nbytes))),
+        always_held=(s in given or s in outputs for s in range(len(table.nbytes))),
     )
     layout.put_lists(users=users, members=members, makes=map(list, makes))
 
 
 def _put_room(layout: _Layout, counts: dict[str, int], *, dependencies: int) -> None:
-    """What evaluations write to."""
+    """Add the arrays that evaluations write to."""
     nodes, storages, stages = counts["nodes"], counts["storage_count"], counts["stages"]
     layout.put(
         random=np.random.default_rng(0).integers(
             1, (1 << 63) - 1, size=4 * counts["width"], dtype=np.int64
         )
     )
-    for name in ("needed", "saved", "want", "chosen", "again", "order", "own"):
+    for name in ("needed", "saved", "want", "chosen", "again", "order", "listed"):
         layout.room(**{name: nodes})
     for name in ("ran", "direct", "parent", "depth", "freed"):
         layout.room(**{name: counts["forward_count"]})
     for name in ("alive", "last", "present", "staying", "kept", "read"):
         layout.room(**{name: storages})
-    for name in ("there", "above", "stays", "marked"):
+    for name in ("crosses", "dominator", "stays", "marked"):
         layout.room(**{name: storages})
     for name in ("keeps", "runs", "back", "unusual", "begin", "room"):
         layout.room(**{name: stages})
     layout.room(
-        around=4,
+        context=4,
         handed=nodes,
         stack=nodes + dependencies,
         sum_at=counts["sum_count"],
@@ -278,7 +281,7 @@ def _put_room(layout: _Layout, counts: dict[str, int], *, dependencies: int) -> 
 
 
 def _longest_blocks(line: Line) -> Iterator[int]:
-    """For each stage more numbers than the lists of any block of it have."""
+    """Yield, for each stage, an upper bound on the entries of a block's lists."""
     for stage in line.stages:
         nodes = dict.fromkeys((*stage.forward, *stage.backward, *line.sums))
         waiting = list(nodes)

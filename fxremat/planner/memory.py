@@ -1,7 +1,8 @@
-"""What a block does to memory, operation by operation: compiled loops.
+"""Compiled loops that find what a block does to memory, operation by operation.
 
-Each result takes its storages, each workspace is there while its operation runs, and each
-operation frees what it reads last. It is found once for each set of storages that others hold.
+Each result allocates its storages, each workspace is held while its operation runs, and each
+operation frees what it reads last. The footprint of a block is computed once for each set of
+storages that are held elsewhere.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from fxremat.planner.places import AGAIN, COLUMNS, UNKNOWN, At, Ints, find, mixe
 
 @njit(inline="always")
 def footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
-    """Where it says what ``block`` does to memory: peak and change in bytes.
+    """Return the place of the peak and the change in bytes of ``block``.
 
     Args:
-        data, at: where.
-        block: what runs. The first ``outputs`` of ``at.own`` are the tensors asked of it, which
-            are not asked for any more.
-        mode: of it.
-        outputs: how many.
+        data, at: the step.
+        block: the block. The first ``outputs`` entries of ``at.listed`` are the tensors that it
+            returns.
+        mode: the mode of the block.
+        outputs: the number of these tensors.
     """
     one = mixed(block, 5)
     two = mixed(block, 6)
@@ -42,7 +43,7 @@ def footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
     if one == 0:
         one = 1
     entry = find(data, at.footprint_key, one, two)
-    key, found = at.footprint_key + 2 * entry, at.footprint + 2 * entry
+    key, place = at.footprint_key + 2 * entry, at.footprint + 2 * entry
     if data[key] == 0:
         data[key], data[key + 1] = one, two
         data[at.counts + FOOTPRINTS] += 1
@@ -51,23 +52,24 @@ def footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
             storage = data[i]
             if data[at.never_freed + storage] or data[at.alive + storage] > 0:
                 data[at.kept + storage] = data[at.counts + STAMP]
-        data[found], data[found + 1] = run_block(data, at, block, mode, outputs)
-    return found
+        data[place], data[place + 1] = run_block(data, at, block, mode, outputs)
+    return place
 
 
 @njit(cache=True, nogil=True)
 def run_block(data: Ints, at: At, block: int, mode: int, outputs: int) -> tuple[int, int]:
-    """Most bytes at any instant of a block, and bytes at its end, less those at its start.
+    """Return the peak of a block and the bytes held at its end, less those held at its start.
 
-    Requires: storages that others hold are marked in ``at.kept`` with the current stamp, and
-        what is asked of the block is first in ``at.own``.
+    Requires:
+        Storages that are held elsewhere are marked in ``at.kept`` with the current stamp, and the
+        values that the block returns are at the beginning of ``at.listed``.
     """
     stamp = data[at.counts + STAMP]
     lists = at.block + COLUMNS * block
     for i in range(data[lists + READS], data[lists + END]):
         data[at.present + data[i]] = stamp
     for i in range(outputs):
-        node = data[at.own + i]
+        node = data[at.listed + i]
         for k in range(data[at.storages + node], data[at.storages + node + 1]):
             data[at.staying + data[k]] = stamp
     begin, end = data[lists + NODES], data[lists + INPUTS]
@@ -113,7 +115,7 @@ def run_block(data: Ints, at: At, block: int, mode: int, outputs: int) -> tuple[
 
 @njit(inline="always")
 def _mark_last_uses(data: Ints, at: At, begin: int, end: int) -> None:
-    """Note in ``at.last`` the operation of a block that reads or makes each storage last."""
+    """Note in ``at.last`` the operation of a block that uses each storage last."""
     previous = -1
     for i in range(begin, end):
         node, again = data[i] // 2, data[i] % 2
@@ -132,7 +134,7 @@ def _mark_last_uses(data: Ints, at: At, begin: int, end: int) -> None:
 
 @njit(inline="always")
 def _made(data: Ints, at: At, node: int, again: int) -> tuple[int, int]:
-    """Where the storages of what an operation returns begin and end in ``data``."""
+    """Return where the storages of an operation's results begin and end in ``data``."""
     first = data[at.storages + node]
     if again:
         return first, first + data[at.made_again + node]
@@ -141,7 +143,7 @@ def _made(data: Ints, at: At, node: int, again: int) -> tuple[int, int]:
 
 @njit(inline="always")
 def _released(data: Ints, at: At, storage: int, place: int, stamp: int) -> int:
-    """Bytes of ``storage`` if the operation at ``place`` is the last that uses it, once."""
+    """Return the bytes of ``storage`` once, if the operation at ``place`` is the last to use it."""
     stays = data[at.staying + storage] == stamp or data[at.kept + storage] == stamp
     if stays or data[at.last + storage] != place:
         return 0

@@ -1,9 +1,9 @@
-"""Storages that travel to host memory over the turn: which, when, and how long that takes.
+"""Storages that travel to host memory across the loss point: which, when, and how long it takes.
 
-Which calls need a storage away is a matter of bytes alone, so a plan's peak does not depend
-on how fast the link is; only its time does. A storage that is away over the turn leaves
-before the first call that lacks room, and comes back as soon as no call before its next
-reader lacks any. What is read again last goes first: it has most time to travel.
+Which calls need a storage to be away depends on bytes alone, so the peak of a plan does not depend
+on the speed of the link, only its time does. A storage leaves before the first call that lacks
+room, and comes back as soon as no call before its next reader lacks room. The storage that is read
+last goes first, because it has the most time to travel.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from fxremat.planner.candidates import AcrossTurn, Evaluation
 from fxremat.runtime.slots import slot_bytes
 
 SMALL_SHARE = 1 / 256
-"""Storages up to this share of all that could travel only do where larger ones are not enough:
-each transfer takes some time, however little it moves."""
+"""Storages up to this share of all movable bytes travel only if larger ones are not enough: a
+transfer has a fixed cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """What could be away over the turn of a decision.
+    """The storages that could be on the host at the loss point.
 
     Attributes:
-        evaluation: of the decision, everything on the device.
-        lives: storages, the one that is read again last first, small ones after all others.
+        evaluation: the evaluation with everything on the device.
+        lives: the storages, the one that is read again last first, small ones after all others.
     """
 
     evaluation: Evaluation
@@ -42,7 +42,7 @@ class Movable:
 
     @staticmethod
     def of(evaluation: Evaluation, fixed: frozenset[int]) -> Movable:
-        """Storages that cross the turn in ``evaluation``, but for ``fixed`` ones, which stay."""
+        """Return the storages that cross the loss point in ``evaluation`` and are not ``fixed``."""
         lives = [life for life in evaluation.lives if life.storage not in fixed]
         small_bytes = SMALL_SHARE * sum(life.nbytes for life in lives)
         lives.sort(key=lambda x: (x.nbytes <= small_bytes, -x.next, x.last, x.storage))
@@ -50,7 +50,7 @@ class Movable:
 
     @property
     def least_bytes(self) -> int:
-        """The least peak that moving can lead to."""
+        """The lowest peak that transfers can lead to."""
         turn_bytes = self.evaluation.turn_bytes - sum(life.nbytes for life in self.lives)
         spans = ((life.last + 1, life.next, life.nbytes) for life in self.lives)
         away = away_bytes(self.evaluation, spans)
@@ -58,18 +58,19 @@ class Movable:
         return max(turn_bytes, self.evaluation.end_bytes, *calls)
 
     def moves(self, budget_bytes: int, host_bytes: int | None = None) -> tuple[Move, ...] | None:
-        """What to move so that the peak is within ``budget_bytes``, ``None`` if nothing does.
+        """Return the transfers that bring the peak within a budget, or ``None`` if none do.
 
         Args:
-            budget_bytes: what the peak may reach.
-            host_bytes: most bytes on the host; ``None``: as many as it takes.
+            budget_bytes: limit on the peak.
+            host_bytes: limit on host memory; ``None``: no limit.
 
-        Ensures: no storage is away that does not have to be, and none longer than that.
+        Ensures:
+            No storage travels that need not, and none is away longer than necessary.
         """
         away = self._away(budget_bytes)
         if away is None:
             return None
-        # All of them are there at once, at the turn.
+        # At the loss point all of them are on the host.
         if (
             host_bytes is not None
             and sum(slot_bytes(self.lives[i].nbytes) for i in away) > host_bytes
@@ -91,9 +92,9 @@ class Movable:
         )
 
     def _away(self, budget_bytes: int) -> dict[int, tuple[int, int]] | None:
-        """For each storage to move, by its place, the calls ``[begin, end)`` while it is away.
+        """Return, for each storage to move, the calls ``[begin, end)`` during which it is away.
 
-        The turn lies within: who is away at all is away then.
+        The loss point lies within: every storage that travels is away then.
         """
         if self.evaluation.end_bytes > budget_bytes:
             return None
@@ -110,20 +111,20 @@ class Movable:
     def _make_room(
         self, missing_bytes: int, call: int | None, away: dict[int, tuple[int, int]]
     ) -> bool:
-        """Send storages away until ``call`` (the turn, if None) has room."""
+        """Send storages away until ``call``, or the loss point if it is ``None``, has room."""
         turn = self.evaluation.turn
         for i, (begin, end) in away.items():
             if call is None or begin <= call < end:
                 missing_bytes -= self.lives[i].nbytes
         if missing_bytes <= 0:
             return True
-        # Those on the move anyway first: being away for longer takes no more copies.
+        # Storages that travel anyway come first: being away longer takes no more copies.
         places = range(len(self.lives))
         for i in [*(i for i in places if i in away), *(i for i in places if i not in away)]:
             life, (begin, end) = self.lives[i], away.get(i, (turn, turn))
-            there = begin <= call < end if call is not None else i in away
-            free = call is None or life.last < call < life.next
-            if there or not free:
+            is_away = begin <= call < end if call is not None else i in away
+            may_leave = call is None or life.last < call < life.next
+            if is_away or not may_leave:
                 continue
             away[i] = (begin, end) if call is None else (min(begin, call), max(end, call + 1))
             missing_bytes -= life.nbytes
@@ -133,11 +134,11 @@ class Movable:
 
 
 def away_bytes(evaluation: Evaluation, spans: Iterable[tuple[int, int, int]]) -> list[int]:
-    """Bytes that are away during each call.
+    """Return the bytes that are away during each call.
 
     Args:
-        evaluation: of the calls.
-        spans: the first call, the call after the last, and bytes.
+        evaluation: evaluation of the calls.
+        spans: for each storage its first call away, the call after its last, and its bytes.
     """
     changes = [0] * (len(evaluation.peaks_bytes) + 1)
     for begin, end, nbytes in spans:
@@ -147,11 +148,11 @@ def away_bytes(evaluation: Evaluation, spans: Iterable[tuple[int, int, int]]) ->
 
 
 def moved(evaluation: Evaluation, moves: Sequence[Move]) -> Evaluation:
-    """The memory of a decision whose storages travel, from what it is when they stay.
+    """Return the evaluation of a decision with transfers, from the evaluation without them.
 
     Args:
-        evaluation: with everything on the device.
-        moves: what travels.
+        evaluation: evaluation with everything on the device.
+        moves: the transfers.
     """
     spans = ((move.release, move.prefetch, move.nbytes) for move in moves)
     away = away_bytes(evaluation, spans)
@@ -164,17 +165,18 @@ def moved(evaluation: Evaluation, moves: Sequence[Move]) -> Evaluation:
 
 
 def conv_inputs(joint: JointGraph) -> frozenset[int]:
-    """Storages that a convolution or a pooling of the forward reads.
+    """Return the storages that a convolution or a pooling of the forward reads.
 
-    The policy of Hascoet et al., "Reducing the memory cost of training convolutional neural
-    networks by CPU offloading": they are large, and take long enough to be copied beside.
+    This is the policy of Hascoet et al., "Reducing the memory cost of training convolutional neural
+    networks by CPU offloading": these storages are large, and their operations run long enough to
+    hide the copies.
     """
     read = (n for node in joint.forward if _slides(node) for n in node.all_input_nodes)
     return joint.storages.of(read)
 
 
 def _slides(node: fx.Node) -> bool:
-    """Whether ``node`` moves a window over its input."""
+    """Return whether ``node`` moves a window over its input."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = str(node.target)
@@ -186,9 +188,9 @@ _NO_WAIT = Idle()
 
 @dataclass(slots=True)
 class _Lanes:
-    """Copies in the order in which they are issued, one after the other on a lane.
+    """Copies in the order in which they are issued, one after the other on each lane.
 
-    When a copy runs is known once it is issued: what comes later cannot delay it.
+    The times of a copy are known when it is issued: later copies cannot delay it.
     """
 
     link: MeasuredLink
@@ -196,7 +198,7 @@ class _Lanes:
     copies: list[tuple[float, float]] = field(default_factory=list)
 
     def copy(self, nbytes: int, lane: Lane, *, ready_s: float) -> tuple[float, float]:
-        """Begin and end of a copy that may begin at ``ready_s``."""
+        """Return begin and end of a copy that may begin at ``ready_s``."""
         rate = self.link.offload_bytes_per_s if lane is Lane.D2H else self.link.prefetch_bytes_per_s
         queue = Lane.D2H if self.link.shared else lane
         begin = max(ready_s, self.free_s.get(queue, 0.0))
@@ -206,21 +208,21 @@ class _Lanes:
         return begin, end
 
     def compute_end_s(self, begin_s: float, seconds: float) -> float:
-        """When a call ends that takes ``seconds`` with no copy beside it."""
+        """Return when a call ends that takes ``seconds`` if no copy runs at the same time."""
         now, left = begin_s, seconds
         for begin, end in self._busy(begin_s):
-            alone = max(begin - now, 0.0)
-            if left <= alone:
+            before_s = max(begin - now, 0.0)
+            if left <= before_s:
                 break
-            left, now = left - alone, max(begin, now)
-            beside = (end - now) / self.link.slowdown
-            if left <= beside:
+            left, now = left - before_s, max(begin, now)
+            during_s = (end - now) / self.link.slowdown
+            if left <= during_s:
                 return now + left * self.link.slowdown
-            left, now = left - beside, end
+            left, now = left - during_s, end
         return now + left
 
     def _busy(self, after_s: float) -> list[tuple[float, float]]:
-        """Stretches of time with copies, from ``after_s`` on."""
+        """Return the intervals with copies after ``after_s``."""
         self.copies = [c for c in self.copies if c[1] > after_s]
         merged: list[tuple[float, float]] = []
         for begin, end in sorted(self.copies):
@@ -240,14 +242,14 @@ def replay(
     """Predict when each call and each copy runs.
 
     Args:
-        evaluation: of a decision with ``moves``.
-        line: what it is one of.
-        moves: what travels.
-        link: how fast; needed if anything moves.
+        evaluation: evaluation of a decision with ``moves``.
+        line: the line of the decision.
+        moves: the transfers.
+        link: the speed of the link; required if there are transfers.
 
     Returns:
-        Events in the order in which they are issued: copies right before the call that
-        follows them.
+        Events in the order in which they are issued: copies come right before the call that follows
+        them.
     """
     assert link is not None or not moves
     events: list[Event] = []
@@ -258,13 +260,13 @@ def replay(
 def makespan_s(
     evaluation: Evaluation, line: Line, moves: Sequence[Move], link: MeasuredLink
 ) -> float:
-    """Seconds of :func:`replay`."""
+    """Return the makespan of :func:`replay` in seconds."""
     return _Replay(evaluation, line, link, _by_place(moves)).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """What happens right before a call."""
+    """The transfer steps right before a call."""
 
     offload: list[Move] = field(default_factory=list)
     release: list[Move] = field(default_factory=list)
@@ -294,7 +296,7 @@ class _Replay:
     back_s: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> float:
-        """Note all events, if there is a list for them; returns when the last ends."""
+        """Return when the last event ends, and append all events if there is a list for them."""
         lanes = None if self.link is None else _Lanes(self.link)
         now = 0.0
         for index, op in enumerate(self.evaluation.ops):
@@ -311,11 +313,11 @@ class _Replay:
         return max([now, *self.copied_s.values(), *self.back_s.values()])
 
     def _transfer(self, lanes: _Lanes, here: _Places, index: int, now: float) -> tuple[float, Idle]:
-        """Issue the copies at a place; returns when the call there can begin."""
+        """Issue the copies before a call; return when the call can begin, and why it idles."""
         for move in here.offload:
             self.copied_s[move.storage] = self._issue(lanes, move, Lane.D2H, index, now)
-        # Whoever computes makes the calls, of an offload where it starts, of a prefetch where
-        # it is awaited.
+        # The computing thread launches copies: an offload when it starts, a prefetch when it is
+        # awaited.
         now += lanes.link.offload_call_s * len(here.offload)
         now += lanes.link.prefetch_call_s * len(here.wait)
         free_s = max([now, *(self.copied_s[m.storage] for m in here.release)])

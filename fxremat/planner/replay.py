@@ -1,8 +1,8 @@
-"""What a decision does to memory and time, operation by operation: compiled loops.
+"""Compiled loops that find what a decision does to memory and time, operation by operation.
 
-A schedule is read backwards: every tensor is taken from the last call before that can give it,
-every call gives only what is read later and frees what nobody reads again, and these
-calls are what is emitted (``planner.evaluator.program_of``).
+A schedule is read backwards. Every tensor is taken from the last earlier call that can return it;
+every call returns only what is read later, and frees what nobody reads again. These calls are then
+emitted (``planner.evaluator.program_of``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fxremat.planner.extract import (
     block_of,
     can_give,
     extract,
+    list_operations,
     make_room,
-    own_nodes,
     place_sums,
 )
 from fxremat.planner.memory import footprint
@@ -47,40 +47,41 @@ from fxremat.planner.places import (
 )
 
 OK, UNMEASURED, UNTIMED, NEVER_COMPUTED, TOO_LONG = range(5)
-"""How an evaluation ended; those between the first and the last name a node."""
+"""How an evaluation ended. All but the first and the last come with a node."""
 
 LATER, RETURNED, HANDED = 1, 2, 4
-"""Why a tensor is asked for: a later call reads it, or it is there at the end; the forward returns
-it; it is a gradient that is handed over and given back as soon as it is made."""
+"""Why a tensor is needed: a later call reads it, or it is held at the end; the forward returns it;
+it is a gradient that is handed over and released as soon as it is computed."""
 
-HELD_ON = LATER | RETURNED
-"""It stays after the call that gives it."""
+STAYS = LATER | RETURNED
+"""Reasons for which a tensor is held after the call that returns it."""
 
 ROWS = 5
-"""Rows of the array of calls."""
+"""Number of rows of the array of calls."""
 OP, PEAK, HELD, BLOCK, REBUILT = range(ROWS)
-"""Rows of calls: the operation of the schedule that each carries out, most bytes held during it,
-bytes held after it, what runs, and whether it recomputes a stage whose backward comes next."""
+"""Rows of the array of calls: index of the operation in the schedule, peak during the call, bytes
+held after it, its block, and whether it recomputes a stage whose backward comes next."""
 
 COUNT, TURN, MOST_HELD, AT_TURN, AT_END, ENDED, NODE, LEFT = range(8)
-"""Of a total: calls, index of the first call of the backward, peak bytes, bytes at the turn and
-at the end, how the evaluation ended, the node that it ended with, and codes yet to be looked at."""
+"""Places in ``At.total``: number of calls, index of the first call of the backward, peak bytes,
+bytes at the loss point and at the end, how the evaluation ended, the node it ended with, and the
+number of codes that are left."""
 
 
 def evaluate(
     data: Ints, seconds: Floats, at: At, codes: Ints, held: Flags, calls: Ints, call_s: Floats
 ) -> float:
-    """Replay a decision; returns its seconds.
+    """Evaluate a decision and return its seconds.
 
     Args:
         data, seconds, at: the step.
         codes: the schedule.
-        held: ``(N,)``, forward tensors kept from their first computation on.
-        calls: ``(rows, C)`` for at least as many calls as there are ``codes``.
-        call_s: ``(C,)``, seconds of each.
+        held: shape ``(N,)``, the forward tensors that are held from their first computation on.
+        calls: shape ``(ROWS, C)``, where ``C`` is at least the number of ``codes``.
+        call_s: shape ``(C,)``, seconds of each call.
 
-    What is true of the whole step is written to ``At.total``, what crosses the turn to
-    ``At.saved``. Nothing else counts where it ended otherwise than ``OK``.
+    Totals are written to ``At.total``, and what crosses the loss point to ``At.saved``. Other
+    results are invalid unless the evaluation ended with ``OK``.
     """
     make_room(data, at, codes.size)
     if codes.size > TABLE // 2:
@@ -97,7 +98,7 @@ def evaluate(
 def _walk(
     data: Ints, seconds: Floats, at: At, codes: Ints, held: Flags, calls: Ints, call_s: Floats
 ) -> float:
-    """Walk a schedule from its end, once it is begun; infinite where there is no room for it."""
+    """Walk through a schedule from its end; return infinity if there is no room for it."""
     data[at.counts + FAILED] = data[at.total + COUNT] = data[at.total + TURN] = 0
     data[at.total + LEFT] = codes.size
     while (
@@ -117,9 +118,9 @@ def _go_on(
     calls: Ints,
     call_s: Floats,
 ) -> float:
-    """Walk on until a block is missing: blocks are made by kernels of their own.
+    """Walk on until a block is missing.
 
-    These are compiled once then, not once more with each that calls them.
+    Blocks are made by other kernels, so that these are compiled once, not once for each caller.
     """
     at: At = packed[0]
     last = (at.stages - 1) * KINDS + BACKWARD
@@ -148,10 +149,10 @@ def _go_on(
             handed_bytes = data[at.counts + HANDED_BYTES]
             if data[at.block + COLUMNS * block + INPUTS] > data[at.block + COLUMNS * block + NODES]:
                 rebuilds = mode == AGAIN and following == stage * KINDS + BACKWARD
-                found = footprint(data, at, block, mode, outputs)
+                place = footprint(data, at, block, mode, outputs)
                 calls[OP, count], calls[BLOCK, count] = i, block
-                calls[PEAK, count] = data[found]
-                calls[HELD, count] = data[found + 1] - handed_bytes
+                calls[PEAK, count] = data[place]
+                calls[HELD, count] = data[place + 1] - handed_bytes
                 calls[REBUILT, count] = rebuilds
                 call_s[count] = _seconds(data, seconds, at, block, stage, mode, rebuilds)
                 following = codes[i]
@@ -168,8 +169,8 @@ def _go_on(
 
 @njit(inline="always")
 def _ask(data: Ints, at: At, node: int, why: int) -> None:
-    """A tensor is needed before the calls that were looked at."""
-    if data[at.needed + node] & HELD_ON == 0 and why & HELD_ON:
+    """Ask earlier calls for a tensor."""
+    if data[at.needed + node] & STAYS == 0 and why & STAYS:
         for i in range(data[at.storages + node], data[at.storages + node + 1]):
             data[at.alive + data[i]] += 1
     data[at.needed + node] |= why
@@ -177,15 +178,15 @@ def _ask(data: Ints, at: At, node: int, why: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _give(data: Ints, at: At, held: Flags, stage: int, mode: int) -> int:
-    """Write what is asked of a call to ``at.own``; nobody asks for it before. How many it is.
+    """Write what a call returns to ``at.listed``, and no longer ask for it; return how many it is.
 
-    Bytes of what is handed over right after the call are written to ``HANDED_BYTES``.
+    Bytes that are handed over right after the call are written to ``HANDED_BYTES``.
     """
     outputs = handed = 0
     data[at.counts + STAMP] += 1
     stamp = data[at.counts + STAMP]
-    for i in range(own_nodes(data, at, stage, mode)):
-        node = data[at.own + i]
+    for i in range(list_operations(data, at, stage, mode)):
+        node = data[at.listed + i]
         why = data[at.needed + node]
         if why != 0 and can_give(data, at, mode, held, node):
             handed += why == HANDED
@@ -194,7 +195,7 @@ def _give(data: Ints, at: At, held: Flags, stage: int, mode: int) -> int:
                 for k in range(data[at.storages + node], data[at.storages + node + 1]):
                     data[at.alive + data[k]] -= 1
                     data[at.read + data[k]] = stamp
-            data[at.own + outputs] = node
+            data[at.listed + outputs] = node
             outputs += 1
     data[at.counts + HANDED_BYTES] = 0
     if handed:
@@ -204,12 +205,13 @@ def _give(data: Ints, at: At, held: Flags, stage: int, mode: int) -> int:
 
 @njit(inline="always")
 def _hand_over(data: Ints, at: At, outputs: int, stamp: int) -> None:
-    """Add up the storages of what is handed over that nothing else lies in.
+    """Add up the storages of gradients that are handed over and that nothing else lies in.
 
-    Requires: storages of the other outputs are marked in ``at.read`` with ``stamp``.
+    Requires:
+        Storages of the other outputs are marked in ``at.read`` with ``stamp``.
     """
     for i in range(outputs):
-        node = data[at.own + i]
+        node = data[at.listed + i]
         if data[at.needed + node] != HANDED:
             continue
         data[at.needed + node] = 0
@@ -223,7 +225,7 @@ def _hand_over(data: Ints, at: At, outputs: int, stamp: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _begin(data: Ints, packed: Packed, codes: Ints, held: Flags) -> None:
-    """Nothing was looked at yet: what the step returns is asked for."""
+    """Begin an evaluation by asking for what the step returns."""
     at: At = packed[0]
     data[at.needed : at.needed + at.nodes] = 0
     data[at.saved : at.saved + at.nodes] = 0
@@ -257,12 +259,12 @@ def _begin(data: Ints, packed: Packed, codes: Ints, held: Flags) -> None:
 def _seconds(
     data: Ints, seconds: Floats, at: At, block: int, stage: int, mode: int, rebuilds: bool
 ) -> float:
-    """Of a call."""
+    """Return the seconds of a call."""
     if mode == AGAIN:
         return float(seconds[at.block_s + 2 * block + rebuilds])
     if mode == BACK:
         return float(seconds[at.backward_s + stage] + seconds[at.block_s + 2 * block + 1])
-    # Measured with all that a backward may read; a norm's input is rebuilt later.
+    # The measurement includes all that a backward may read, such as rebuilt inputs of norms.
     total_s = float(seconds[at.forward_s + stage])
     lists = at.block + COLUMNS * block
     for k in range(data[at.inverses + stage], data[at.inverses + stage + 1]):
@@ -278,31 +280,31 @@ def _seconds(
 
 @njit(inline="always")
 def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, turn: int) -> float:
-    """Turn the calls round, and add up what they hold and take."""
+    """Reverse the order of the calls, and add up what they hold and take."""
     for i in range(count // 2):
         j = count - 1 - i
         for row in range(ROWS):
             calls[row, i], calls[row, j] = calls[row, j], calls[row, i]
         call_s[i], call_s[j] = call_s[j], call_s[i]
     first = count - turn
-    now = at_turn = data[at.around]
+    now = at_loss = data[at.context]
     peak, total_s = 0, 0.0
     for i in range(count):
         if i == first:
-            at_turn = now + data[at.around + 1]
-            now += data[at.around + 2]
+            at_loss = now + data[at.context + 1]
+            now += data[at.context + 2]
         calls[PEAK, i] += now
         now += calls[HELD, i]
         calls[HELD, i] = now
         peak = max(peak, calls[PEAK, i])
         total_s += call_s[i]
-    if first == count:  # the backward computes nothing: the turn comes after all calls
-        at_turn = now + data[at.around + 1]
-        now += data[at.around + 2]
-    at_end = now + data[at.around + 3]
+    if first == count:  # the backward computes nothing: the loss point comes after all calls
+        at_loss = now + data[at.context + 1]
+        now += data[at.context + 2]
+    at_end = now + data[at.context + 3]
     data[at.total + COUNT], data[at.total + TURN] = count, first
-    data[at.total + MOST_HELD] = max(peak, at_turn, at_end)
-    data[at.total + AT_TURN], data[at.total + AT_END] = at_turn, at_end
+    data[at.total + MOST_HELD] = max(peak, at_loss, at_end)
+    data[at.total + AT_TURN], data[at.total + AT_END] = at_loss, at_end
     return total_s
 
 
@@ -317,10 +319,10 @@ def _conclude(data: Ints, at: At) -> None:
     if failed:
         data[at.total + ENDED] = UNTIMED if failed > 0 else UNMEASURED
         data[at.total + NODE] = abs(failed) - 1
-        make_room(data, at, TABLE)  # a block without its bytes or seconds is never found again
+        make_room(data, at, TABLE)  # drops all blocks: one has no bytes or seconds
 
 
-def run_alone(
+def run_single_call(
     data: Ints,
     seconds: Floats,
     at: At,
@@ -331,56 +333,58 @@ def run_alone(
     kept: bool,
     inputs: Ints,
 ) -> tuple[int, int, int]:
-    """A single call, where nothing is held beside.
+    """Evaluate a single call, with nothing else held.
 
     Args:
         data, seconds, at: the step.
-        stage, mode, option: of the call.
-        asked: nodes that it gives.
-        kept: its inputs stay; else each goes after its last reader, be it given.
-        inputs: ``N``, what it reads.
+        stage, mode, option: the call.
+        asked: the nodes that it returns.
+        kept: whether its inputs are held; otherwise each is freed after its last reader, even if it
+            is given.
+        inputs: shape ``(N,)``, filled with what the call reads.
 
-    Returns most bytes during it and bytes after it, less those at its start, and how many
-    inputs there are.
+    Returns:
+        The peak and the bytes held after the call, less those at its start, and the number of
+        inputs.
     """
     make_room(data, at, 1)
     needed = data[at.needed : at.needed + at.nodes]
     stays = data[at.never_freed : at.never_freed + at.storage_count]
-    around = data[at.around : at.around + 4]
-    others = stays.copy(), around.copy()
+    context = data[at.context : at.context + 4]
+    saved = stays.copy(), context.copy()
     held = np.zeros(at.nodes, dtype=np.uint8)
     in_order = np.arange(at.stages - 1, -1, -1) * KINDS + BACKWARD
     _begin(data, at.packed, in_order, held)
     needed[:] = 0
     needed[asked] = LATER
-    data[at.alive : at.alive + at.storage_count] = 0  # of what is asked nothing is held by others
+    data[at.alive : at.alive + at.storage_count] = 0  # nothing is held elsewhere
     data[at.runs + stage] = 2 if mode == AGAIN else 1
     data[at.keeps + stage] = option
     codes = np.array([stage * KINDS + (BACKWARD if mode == BACK else ALL)])
     calls, call_s = np.zeros((ROWS, 1), dtype=np.int64), np.zeros(1)
-    stays[:], around[:] = kept, 0
+    stays[:], context[:] = kept, 0
     total_s = _walk(data, seconds, at, codes, held, calls, call_s)
-    stays[:], around[:] = others
+    stays[:], context[:] = saved
     if total_s == np.inf:
         return 0, 0, 0
-    needed[:] = 0  # what is pinned is there already
+    needed[:] = 0  # pinned values exist already
     _conclude(data, at)
     if not data[at.total + COUNT]:
         return 0, 0, 0
     lists = at.block + COLUMNS * calls[BLOCK, 0]
-    found = data[data[lists + INPUTS] : data[lists + DIRECT]]
-    inputs[: found.size] = found
-    return int(calls[PEAK, 0]), int(calls[HELD, 0]), found.size
+    read = data[data[lists + INPUTS] : data[lists + DIRECT]]
+    inputs[: read.size] = read
+    return int(calls[PEAK, 0]), int(calls[HELD, 0]), read.size
 
 
 @njit(cache=True, nogil=True)
 def find_lives(data: Ints, packed: Packed, calls: Ints, last: Ints, after: Ints) -> None:
-    """When each storage is used around the turn of the last evaluation.
+    """Find when each storage is used before and after the loss point of the last evaluation.
 
     Args:
-        data, at, calls: of that evaluation.
-        last: ``S``, the last call of the forward that reads or gives it; -1 if none does.
-        after: ``S``, the first call of the backward that reads it; -1 if none does.
+        data, packed, calls: that evaluation.
+        last: shape ``(S,)``, filled with the last forward call that uses the storage, or -1.
+        after: shape ``(S,)``, filled with the first backward call that reads it, or -1.
     """
     at: At = packed[0]
     last[:] = after[:] = -1

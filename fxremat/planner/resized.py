@@ -1,9 +1,10 @@
-"""The search of a step at another size, or in another context: known decisions, evaluated there.
+"""The search of a step at another size or in another context: cached decisions, evaluated again.
 
-Which operations run, and in which order, is the same at every size; what they take is not. So
-what was found for one size is a good start for any other: the decisions are evaluated with the
-other size's numbers, those that can matter within the budget, and local search sets out from
-the best few. Nothing is solved. Where something else is held beside the graphs that is so, too.
+Which operations run, and in which order, is the same at every size; what they take is not. So the
+decisions of one size are good starting points for any other. Those that can matter within the
+budget are evaluated with the other size's numbers, and local search starts from the best few.
+Nothing is solved again. The same holds in another context, where other memory is held outside the
+graphs.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ from fxremat.planner.footprints import Footprints
 from fxremat.planner.search import Search
 
 SPARE = 16
-"""Members of what was found in another context that are evaluated, evenly over all."""
+"""How many candidates of another context are evaluated, evenly spaced."""
 
 SPREAD = 32
-"""Members that are evaluated whatever the budget, evenly over all."""
+"""How many members are evaluated whatever the budget, evenly spaced."""
 
 LOWEST = 8
-"""More of them, of the least peaks: which is the least may change with the size."""
+"""How many more members of the lowest peaks are evaluated: which one is the lowest may depend on
+the size."""
 
 NEAR = 8
-"""More of them on either side of where the budget lies: peaks do not keep their order."""
+"""How many more members on either side of the budget are evaluated: the order of peaks may change.
+"""
 
 CLIMBS = 2
-"""Of those that fit, the fastest so many are where local search sets out from."""
+"""Local search starts from this many of the fastest members that fit."""
 
 
 def search_at(
@@ -45,21 +48,22 @@ def search_at(
     budget_bytes: int | None,
     apart: bool = False,
 ) -> Search:
-    """``search`` at another size, or in another context.
+    """Return ``search`` at another size, or in another context.
 
     Args:
-        search: of the size of the capture.
+        search: the search at the size of the capture.
         measured: ``search.measured``, or ``search.measured.at(costs)`` of another size.
-        context_bytes: there.
-        budget_bytes: what the peak may reach there; ``None``: that is not known yet.
-        apart: in another context, evaluate :attr:`Search.alone`, too; else these are the pool.
+        context_bytes: the context bytes there.
+        budget_bytes: limit on the peak there; ``None`` if it is not known yet.
+        apart: in another context, also evaluate :attr:`Search.alone`; otherwise the pool takes its
+            place.
 
-    Returns the same with the candidates that can matter within the budget; the least among
-    those known, and some for any other budget. At another size it does not know what no schedule
-    can do better than, and generators that are asked for more schedules go by the size of the
-    capture.
+    Returns:
+        A search over the candidates that can matter within the budget, the lowest of the cached
+        ones, and some for any other budget. At another size it has no lower bound on the seconds,
+        and generators that are asked for more schedules work with the size of the capture.
 
-    Only one of all searches of a step can be asked at a time.
+    Only one of all searches of a step may be used at a time.
     """
     same_size = measured is search.measured
     if same_size and context_bytes == search.setting.context_bytes:
@@ -68,7 +72,7 @@ def search_at(
         evaluator = search.evaluator.within(context_bytes)
     else:
         evaluator = search.evaluator.at(measured, context_bytes)
-    members = _Members(evaluator, search.pool.members)
+    pool_members = _EvaluatedMembers(evaluator, search.pool.members)
     most = MOST_BYTES if budget_bytes is None else budget_bytes
     footprints = search.allocations.footprints
     if not same_size:
@@ -79,17 +83,17 @@ def search_at(
         search.allocations.settings,
         search.allocations.budget_on,
     )
-    baseline = members.at(len(members.known) - 1)
+    baseline = pool_members.at(len(pool_members.members) - 1)
     if same_size and budget_bytes is None:
-        members.every()
+        pool_members.evaluate_all()
     else:
-        members.around(most)
-    found = [*members.found.values(), *_spare(evaluator, search, SPARE)]
-    solved = Pool.of(baseline, found)
+        pool_members.evaluate_near(most)
+    candidates = [*pool_members.evaluated.values(), *_spare(evaluator, search, SPARE)]
+    solved = Pool.of(baseline, candidates)
     fitting = [c for c in solved.members if c.peak_bytes <= most and c is not baseline]
     for start in reversed(fitting[-CLIMBS:]) if baseline.peak_bytes > most else ():
-        found += evaluator.climb(start, limit_bytes=most)
-    pool = Pool.of(baseline, found)
+        candidates += evaluator.climb(start, limit_bytes=most)
+    pool = Pool.of(baseline, candidates)
     alone: tuple[Pool, ...] = (pool,)
     if apart and same_size:
         again = functools.cache(lambda c: evaluator.candidate(c.codes, c.held))
@@ -117,63 +121,63 @@ def search_at(
 
 
 def least_bytes_at(search: Search, measured: Measured, context_bytes: ContextBytes) -> int:
-    """The least peak at another size of what is known; as requests are asked for.
+    """Return the lowest peak of the cached candidates at another size, by exact sizes of requests.
 
     Args:
-        search: of the size of the capture.
-        measured: of the other size, ``search.measured.at(costs)``.
-        context_bytes: at the other size.
+        search: the search at the size of the capture.
+        measured: ``search.measured.at(costs)`` of the other size.
+        context_bytes: the context bytes there.
     """
     evaluator = search.evaluator.at(measured, context_bytes)
-    members = _Members(evaluator, search.pool.members)
-    lowest = [members.at(i) for i in range(min(LOWEST, len(members.known)))]
-    lowest += [members.at(len(members.known) - 1), *_spare(evaluator, search, 2)]
+    members = _EvaluatedMembers(evaluator, search.pool.members)
+    count = len(members.members)
+    lowest = [members.at(i) for i in (*range(min(LOWEST, count)), count - 1)]
+    lowest += _spare(evaluator, search, 2)
     return min(c.peak_bytes for c in lowest)
 
 
 def _spare(evaluator: Evaluator, search: Search, most: int) -> list[Candidate]:
-    """The lowest of each pool of another context, and so many over all, evaluated."""
-    found: list[Candidate] = []
+    """Evaluate the lowest members, and ``most`` others, of each pool of another context."""
+    candidates: list[Candidate] = []
     for pool in search.spare:
         chosen = dict.fromkeys((*pool.members[:LOWEST], *pool.thinned(most)))
-        found += [evaluator.candidate(c.codes, c.held) for c in chosen]
-    return found
+        candidates += [evaluator.candidate(c.codes, c.held) for c in chosen]
+    return candidates
 
 
 @dataclass(frozen=True, slots=True)
-class _Members:
-    """Members of a pool, evaluated at another size where they are asked for."""
+class _EvaluatedMembers:
+    """Members of a pool that are evaluated at another size or in another context when needed."""
 
     evaluator: Evaluator
-    known: tuple[Candidate, ...]
-    found: dict[int, Candidate] = field(default_factory=dict)
+    members: tuple[Candidate, ...]
+    evaluated: dict[int, Candidate] = field(default_factory=dict)
 
     def at(self, index: int) -> Candidate:
-        """One of them."""
-        if index not in self.found:
-            member = self.known[index]
-            self.found[index] = self.evaluator.candidate(member.codes, member.held)
-        return self.found[index]
+        """Return member ``index``, evaluated."""
+        if index not in self.evaluated:
+            member = self.members[index]
+            self.evaluated[index] = self.evaluator.candidate(member.codes, member.held)
+        return self.evaluated[index]
 
-    def around(self, budget_bytes: int) -> None:
-        """Ask for those that can matter within a budget."""
-        last = len(self.known) - 1
-        self._ask(range(LOWEST))
-        self._ask(last * i // (SPREAD - 1) for i in range(SPREAD))
-        low, high = 0, last  # the first that does not fit, were their peaks in order
+    def evaluate_near(self, budget_bytes: int) -> None:
+        """Evaluate the members that can matter within a budget."""
+        last = len(self.members) - 1
+        self._evaluate(range(LOWEST))
+        self._evaluate(last * i // (SPREAD - 1) for i in range(SPREAD))
+        low, high = 0, last  # finds the first that does not fit, as if peaks were in order
         while low < high:
             middle = (low + high) // 2
             if self.at(middle).peak_bytes <= budget_bytes:
                 low = middle + 1
             else:
                 high = middle
-        self._ask(range(low - NEAR, low + NEAR))
+        self._evaluate(range(low - NEAR, low + NEAR))
 
-    def every(self) -> None:
-        """Ask for all."""
-        self._ask(range(len(self.known)))
+    def evaluate_all(self) -> None:
+        self._evaluate(range(len(self.members)))
 
-    def _ask(self, indices: Iterable[int]) -> None:
+    def _evaluate(self, indices: Iterable[int]) -> None:
         for index in indices:
-            if 0 <= index < len(self.known):
+            if 0 <= index < len(self.members):
                 self.at(index)

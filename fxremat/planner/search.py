@@ -1,4 +1,4 @@
-"""All candidate schedules of one step, and the best of them for a budget."""
+"""All candidate schedules of a step, and the best of them for a budget."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from fxremat.progress import PLAN, Progress
 from fxremat.units import Counted
 
 POINTS = 32
-"""Candidates of a frontier whose peaks are replayed to tell of it."""
+"""How many candidates of a frontier have their peaks replayed."""
 
 MOST_SPARE = 4
-"""Pools of other contexts that are known."""
+"""How many pools of other contexts are kept."""
 
 GENERATORS_BY_NAME: Mapping[str, Generator] = {
     "rotor": chain_schedules,
@@ -47,7 +47,7 @@ GENERATORS_BY_NAME: Mapping[str, Generator] = {
 
 
 def generators_of(names: Iterable[str]) -> tuple[Generator, ...]:
-    """Generators by their names."""
+    """Return generators by their names."""
     return tuple(GENERATORS_BY_NAME[name] for name in names)
 
 
@@ -58,24 +58,25 @@ GENERATORS = generators_of(DEFAULT_GENERATORS)
 class Search:
     """All candidate schedules of one joint graph.
 
-    Each generator's schedules are evaluated exactly, and local search sets out from where it
-    would for each of them alone, so that no other one ever makes the step slower. It goes by the
-    schedules alone, whatever the budget, so a larger budget never makes it slower either.
+    The schedules of each generator are evaluated exactly, and local search starts from the same of
+    them as if there were no other generator. So an additional generator never makes the step
+    slower. Local search does not depend on the budget, so a larger budget never makes the step
+    slower either.
 
-    Where the device's allocator hands out more than is asked for, the budget is for that. To
-    replay a schedule's requests takes as long as making it, so it is done when one is chosen:
-    from the fastest down until one fits.
+    If the device's allocator hands out more than is requested, the budget limits that. Replaying
+    the requests of a schedule takes as long as emitting it, so it is done when a schedule is
+    chosen: from the fastest one down until one fits.
 
     Attributes:
-        measured: what the step costs.
-        setting: what schedules are asked for.
-        evaluator: of them.
-        relaxation: finds what no schedule can do better than; ``None`` where nobody asks.
+        measured: the costs of the step.
+        setting: the problem that generators solve.
+        evaluator: the evaluator of the line.
+        relaxation: makes the lower bound on seconds; ``None`` if there is none.
         solved: the best of the generators' schedules.
-        pool: the same with what local search found.
-        alone: the same for each generator alone, had the others found nothing.
-        allocations: what the device's allocator hands out for each.
-        spare: of what was found in other contexts, the latest first.
+        pool: the best of these and of the results of local search.
+        alone: for each generator, the pool that it would have without the others.
+        allocations: allocator peaks of candidates.
+        spare: pools of other contexts, the latest first.
     """
 
     measured: Measured
@@ -100,17 +101,19 @@ class Search:
         budget_on: Counted = "allocated",
         known: Search | None = None,
     ) -> Search:
-        """Solve what is measured.
+        """Search the schedules of a measured line.
 
         Args:
             measured: the line and its costs.
-            blocks: of the line.
-            context_bytes: memory beside the graphs.
-            progress: told how far the search has come.
-            generators: of schedules.
-            allocator: the rules of the device's; ``None``: it hands out what is asked for.
-            budget_on: what the budget is for.
-            known: a search of the same step at another size, which is to know what is found.
+            blocks: blocks of the line.
+            context_bytes: memory of the step that no block allocates.
+            progress: called as the search advances.
+            generators: generators of schedules.
+            allocator: settings of the device's allocator; ``None`` if it hands out exactly what is
+                requested.
+            budget_on: which peak the budget limits.
+            known: a search of the same step at another size, whose save options are used so that
+                its decisions are possible here.
         """
         parts = 2 * len(generators) + 1
         progress(PLAN, 0, parts)
@@ -125,15 +128,15 @@ class Search:
         kept = evaluator.evaluation(baseline)
         setting = Setting(line, chain, costs, context_bytes, kept)
         climbs = _Climbs(evaluator, baseline)
-        found = []
+        by_generator = []
         for generator in generators:
-            found.append(climbs.candidates(generator, setting))
-            progress(PLAN, len(found), parts)
-        every = list(dict.fromkeys(candidate for own in found for candidate in own))
+            by_generator.append(climbs.candidates(generator, setting))
+            progress(PLAN, len(by_generator), parts)
+        every = list(dict.fromkeys(c for candidates in by_generator for c in candidates))
         pools = []
-        for own in (every, *found):
-            pools.append(climbs.pool(own))
-            progress(PLAN, len(found) + len(pools), parts)
+        for candidates in (every, *by_generator):
+            pools.append(climbs.pool(candidates))
+            progress(PLAN, len(by_generator) + len(pools), parts)
         best, *alone = pools
         return Search(
             measured,
@@ -147,28 +150,30 @@ class Search:
         )
 
     def knowing(self, other: Search) -> Search:
-        """This search, knowing the schedules of ``other``, of the step in another context."""
+        """Return this search with the candidates of a search of the step in another context."""
         return replace(self, spare=(other.pool, *self.spare)[:MOST_SPARE])
 
     @property
     def chain(self) -> Chain:
-        """The stages."""
+        """The chain that solvers work on."""
         return self.setting.chain
 
     @property
     def costs(self) -> Costs:
-        """What the solvers work on."""
+        """The costs that solvers work on."""
         return self.setting.costs
 
     @property
     def baseline(self) -> Candidate:
-        """Nothing recomputed."""
+        """The candidate that recomputes nothing."""
         return self.pool.baseline
 
     @property
     def settled(self) -> frozenset[int]:
-        """Storages that cannot travel: what others hold, what is on another device, and what
-        would have to be put together again in another way than it was traced.
+        """Storages that cannot travel to the host.
+
+        They are those that are held elsewhere, those on another device, and those that a copy would
+        lay out otherwise than they were traced.
         """
         line = self.measured.line
         joint, table = line.joint, line.joint.storages
@@ -179,20 +184,20 @@ class Search:
         return fixed | table.of(elsewhere) | self.measured.displaced
 
     def allocated(self, candidate: Candidate) -> Allocated:
-        """What a candidate takes of the device."""
+        """Return the allocator peaks of a candidate."""
         return self.allocations.of(candidate, lambda: self.evaluator.program(candidate))
 
     def counted_bytes(self, candidate: Candidate) -> int:
-        """Of a candidate's peak: what the budget is for."""
+        """Return the peak of a candidate that the budget limits."""
         return self.allocated(candidate).counted_bytes(self.allocations.budget_on)
 
     @property
     def least(self) -> Candidate:
-        """The schedule of the lowest peak; the fastest among those."""
+        """The candidate with the lowest peak, and the fastest of those."""
         first, *others = self.pool.members
         best, least_bytes = first, self.counted_bytes(first)
         for candidate in others:
-            if candidate.peak_bytes > least_bytes:  # what is handed out is never less
+            if candidate.peak_bytes > least_bytes:  # the allocator never hands out less
                 break
             if self.counted_bytes(candidate) <= least_bytes:
                 best, least_bytes = candidate, self.counted_bytes(candidate)
@@ -204,55 +209,55 @@ class Search:
         return self.counted_bytes(self.least)
 
     def fits(self, budget_bytes: int) -> bool:
-        """Whether a candidate fits."""
+        """Return whether a candidate fits in a budget."""
         return any(True for _ in self._fitting(self.pool, budget_bytes))
 
     def fastest_within(self, budget_bytes: int) -> Candidate:
-        """The fastest candidate whose exact peak fits.
+        """Return the fastest candidate that fits, or the baseline if that fits.
 
-        Where everything can be kept nothing is recomputed, be it free.
-
-        Requires: the budget is at least the least one's peak.
+        Requires:
+            The budget is at least ``least_bytes``.
         """
         return next(self._fitting(self.pool, budget_bytes))
 
     def _fitting(self, pool: Pool, budget_bytes: int) -> Iterator[Candidate]:
-        """Those that fit, the fastest first, but for the baseline, which is before all."""
+        """Yield the members that fit, the fastest first, but the baseline before all others."""
         for candidate in reversed(pool.members):
-            too_much = candidate.peak_bytes > budget_bytes  # as is what is handed out then
-            if not too_much and self.counted_bytes(candidate) <= budget_bytes:
+            if candidate.peak_bytes > budget_bytes:  # the allocator never hands out less
+                continue
+            if self.counted_bytes(candidate) <= budget_bytes:
                 yield candidate
 
     def points(self, better: Sequence[tuple[int, float]] = ()) -> list[tuple[int, float]]:
-        """Peak and seconds of candidates, one of which is the fastest within any budget.
+        """Return peak and seconds of candidates, one of which is the fastest within any budget.
 
-        Where peaks must be replayed these are some candidates, evenly among all. Those that one of
-        the points ``better`` beats in both are left out.
+        If peaks must be replayed, only ``POINTS`` of them are returned, evenly spaced. Candidates
+        that one of the points ``better`` beats in both are left out.
         """
         chosen = self.pool.members
         if self.allocations.settings is not None:
             chosen = self.pool.thinned(POINTS)
 
         def is_beaten(candidate: Candidate) -> bool:
-            least_bytes, total_s = candidate.peak_bytes, candidate.total_s  # it takes no less
+            least_bytes, total_s = candidate.peak_bytes, candidate.total_s
             return any(nbytes <= least_bytes and s <= total_s for nbytes, s in better)
 
         left = (c for c in (self.least, *chosen) if not is_beaten(c))
         return [(self.counted_bytes(c), c.total_s) for c in left]
 
     def gained_s(self, budget_bytes: int) -> float:
-        """Seconds by which local search beats the solvers within a budget.
+        """Return the seconds by which local search beats the solvers within a budget.
 
-        0 where they find nothing within it.
+        The result is 0 if the solvers have no schedule within it.
         """
         solved = next(self._fitting(self.solved, budget_bytes), None)
         chosen = self.fastest_within(budget_bytes)
         return solved.total_s - chosen.total_s if solved else 0.0
 
     def bound(self, budget_bytes: int) -> Callable[[], float]:
-        """Finds seconds: no schedule of these stages within the budget takes less.
+        """Return a function that computes a lower bound on seconds within a budget.
 
-        It holds none of the candidates.
+        No schedule of these stages takes less. The function holds no references to candidates.
         """
         return partial(_bound_s, self.relaxation, self.baseline.total_s, budget_bytes)
 
@@ -265,29 +270,29 @@ def _bound_s(
 
 @dataclass(frozen=True, slots=True)
 class _Climbs:
-    """Evaluates each schedule once, and sets out from it for local search once."""
+    """Evaluates each schedule once, and starts local search from each candidate at most once."""
 
     evaluator: Evaluator
     baseline: Candidate
-    known: dict[bytes, Candidate] = field(default_factory=dict)
-    done: dict[Candidate, list[Candidate]] = field(default_factory=dict)
+    evaluated: dict[bytes, Candidate] = field(default_factory=dict)
+    climbed: dict[Candidate, list[Candidate]] = field(default_factory=dict)
 
     def candidates(self, generator: Generator, setting: Setting) -> list[Candidate]:
-        """Those of a generator, each once."""
-        found: dict[Candidate, None] = {}
+        """Return the distinct candidates of a generator."""
+        candidates: dict[Candidate, None] = {}
         for codes in generator(setting):
             key = codes.tobytes()
-            if key not in self.known:
-                self.known[key] = self.evaluator.candidate(codes)
-            found[self.known[key]] = None
-        return list(found)
+            if key not in self.evaluated:
+                self.evaluated[key] = self.evaluator.candidate(codes)
+            candidates[self.evaluated[key]] = None
+        return list(candidates)
 
     def pool(self, solved: Sequence[Candidate]) -> Pool:
-        """The best of ``solved``, and of what is found from some of them."""
+        """Return the pool of ``solved`` and the results of local search from some of them."""
         best = Pool.of(self.baseline, solved)
-        found = list(best.members)
+        candidates = list(best.members)
         for start in best.starts():
-            if start not in self.done:
-                self.done[start] = self.evaluator.climb(start)
-            found += self.done[start]
-        return Pool.of(self.baseline, found)
+            if start not in self.climbed:
+                self.climbed[start] = self.evaluator.climb(start)
+            candidates += self.climbed[start]
+        return Pool.of(self.baseline, candidates)

@@ -1,9 +1,9 @@
-"""The fastest schedule within a budget when storages may also travel to host memory.
+"""The fastest schedule within a budget if storages may travel to host memory.
 
-Any schedule of recomputations can be the base: what it holds too much of travels, as
-``planner.moves`` decides from bytes alone, and ``planner.moves`` predicts what that takes.
-Bases are the candidates of the search, from nothing recomputed (transfers alone) to the
-least peak (recomputation alone), and schedules made for the budget (``bases``).
+Any schedule of recomputations can be the base. ``planner.moves`` decides from bytes alone what
+travels of the storages that the base holds too many of, and predicts how long it takes. Bases are
+the candidates of the search, from the one that recomputes nothing (transfers only) to the one with
+the lowest peak (recomputation only), and schedules that are made for the budget (``bases``).
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from fxremat.runtime.slots import slot_bytes
 from fxremat.units import format_bytes
 
 ENOUGH = 1 + 1e-3
-"""Times what keeping everything takes: a climb ends where it comes as near."""
+"""A climb ends once it is as fast as keeping everything, times this factor."""
 
 GRADES = 8
-"""How much more is away, from nothing to as much as possible, where all of that is looked at."""
+"""In how many steps more and more is sent away, if all of them are evaluated."""
 
 ROUNDS = 6
-"""Times that more is sent away because the allocator has handed out too much."""
+"""How often more is sent away because the allocator hands out too much."""
 
 PATIENCE = 8
-"""Faster schedules in a row that transfers make slower before a climb ends."""
+"""A climb ends after so many faster schedules in a row that transfers make slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What the user lends of the host.
+    """Host memory that tensors may travel to.
 
     Attributes:
-        only: nothing is recomputed, transfers alone make room.
+        only: nothing is recomputed; only transfers make room.
         conv: only inputs of convolutions and poolings travel.
-        limit_bytes: the most of it; ``None``: as much as it takes.
-        folder: of the file that stands for it where the step runs on a CPU; ``None``: the
-            system's for temporary files.
-        link: how fast it is, where the step is estimated and nothing is to be had of the host;
-            ``None``: that is measured.
-        limit: what the arenas of all plans for this memory keep to together.
+        limit_bytes: the most that may be used; ``None``: no limit.
+        folder: folder of the file that stands for host memory on a CPU; ``None``: the system's
+            folder for temporary files.
+        link: speed of the link if the step is estimated without access to the host; ``None``: it is
+            measured.
+        limit: the limit that the arenas of all plans for this memory share.
     """
 
     only: bool = False
@@ -65,22 +65,22 @@ class HostMemory:
         object.__setattr__(self, "limit", HostLimit(self.limit_bytes))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """A copy keeps to a limit of its own."""
+        """Give a copy a limit that it does not share with the original."""
         return HostMemory, (self.only, self.conv, self.limit_bytes, self.folder, self.link)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Candidates of a search, and what of each could travel.
+    """Candidates of a search, and the storages of each that could travel.
 
     Attributes:
-        search: the candidates.
-        host: where to.
-        link: how fast, measured with the kind of memory that will be used.
-        settled: storages that stay.
-        movable: what of each candidate.
-        candidates: those of the search that ``host`` allows.
-        known: what was found for other context bytes.
+        search: the search.
+        host: the host memory.
+        link: its speed, measured with the kind of memory that will be used.
+        settled: storages that cannot travel.
+        movable: the storages of each candidate that could travel.
+        candidates: the candidates of the search that ``host`` allows.
+        known: candidates that were chosen for other context bytes.
     """
 
     search: Search
@@ -96,12 +96,12 @@ class Transfers:
 
     @staticmethod
     def of(search: Search, host: HostMemory, link: MeasuredLink | None = None) -> Transfers:
-        """Look at every candidate.
+        """Return the transfers of a search.
 
         Args:
-            search: the candidates.
-            host: where to.
-            link: how fast; ``None``: that is measured.
+            search: the search.
+            host: the host memory.
+            link: its speed; ``None``: it is measured.
 
         Raises:
             HostMemoryError: there is no host memory to measure with.
@@ -132,12 +132,12 @@ class Transfers:
 
     @property
     def _limit_bytes(self) -> int | None:
-        """Of host memory."""
+        """The limit on host memory, if any."""
         limits = self.host.limit_bytes, self.search.setting.context_bytes.host_bytes
         return min((limit for limit in limits if limit is not None), default=None)
 
     def knowing(self, found: Iterable[Candidate]) -> Transfers:
-        """These transfers, with those found for other context bytes, as host memory allows."""
+        """Return these transfers with candidates that were chosen for other context bytes."""
         evaluator, limit = self.search.evaluator, self._limit_bytes
         known = []
         for other in found:
@@ -147,7 +147,7 @@ class Transfers:
         return replace(self, known=tuple(sorted(known, key=lambda candidate: candidate.total_s)))
 
     def graded(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-        """Candidates with everything on the device, and with ever more of it away."""
+        """Yield each candidate with everything on the device, and with more and more of it away."""
         for candidate in candidates:
             base = self._movable(candidate)
             yield candidate
@@ -166,7 +166,7 @@ class Transfers:
         moves: tuple[Move, ...],
         total_s: float | None = None,
     ) -> Candidate:
-        """``candidate`` with storages that travel; ``total_s``: of that, where it is known."""
+        """Return ``candidate`` with transfers; ``total_s`` are its seconds, if they are known."""
         if total_s is None:
             total_s = makespan_s(base.evaluation, self._line, moves, self.link)
         peak_bytes = moved(base.evaluation, moves).peak_bytes
@@ -176,7 +176,7 @@ class Transfers:
         return Movable.of(self.search.evaluator.evaluation(candidate), self.settled)
 
     def _least(self) -> tuple[int, Candidate]:
-        """It, and what it was found with: looked for once."""
+        """Return the least feasible budget, and a candidate that meets it."""
         if not self._least_found:
             self._least_found.append(self._find_least())
         return self._least_found[0]
@@ -185,20 +185,20 @@ class Transfers:
         pairs = zip(self.movable, self.candidates, strict=True)
         each = [(self._least_bytes(base), base, candidate) for base, candidate in pairs]
         best: tuple[int, Candidate] | None = None
-        for least, base, candidate in sorted(each, key=lambda found: found[0]):
-            if best is not None and least >= best[0]:  # what is handed out is never less
+        for least, base, candidate in sorted(each, key=lambda entry: entry[0]):
+            if best is not None and least >= best[0]:  # the allocator never hands out less
                 break
             moves = base.moves(least, self._limit_bytes)
             assert moves is not None
-            found = self._with_moves(candidate, base, moves)
-            counted = max(least, self.search.counted_bytes(found))
+            with_moves = self._with_moves(candidate, base, moves)
+            counted = max(least, self.search.counted_bytes(with_moves))
             if best is None or counted < best[0]:
-                best = counted, found
+                best = counted, with_moves
         assert best is not None
-        for known in self.known:
-            if known.peak_bytes < best[0]:
-                counted = self.search.counted_bytes(known)
-                best = min(best, (counted, known), key=lambda found: found[0])
+        for cached in self.known:
+            if cached.peak_bytes < best[0]:
+                counted = self.search.counted_bytes(cached)
+                best = min(best, (counted, cached), key=lambda entry: entry[0])
         return best
 
     def _least_bytes(self, base: Movable) -> int:
@@ -207,7 +207,7 @@ class Transfers:
         if limit is None or base.moves(least, limit) is not None:
             return least
         most = base.evaluation.peak_bytes
-        while least < most:  # more room hardly ever takes more of the host
+        while least < most:  # a larger budget hardly ever takes more host memory
             middle = (least + most) // 2
             if base.moves(middle, limit) is None:
                 least = middle + 1
@@ -216,7 +216,7 @@ class Transfers:
         return least
 
     def describe_least(self) -> str:
-        """What the least feasible budget is needed for."""
+        """Describe what the least feasible budget is needed for."""
         limited = self._describe_limit()
         if limited is not None:
             return limited
@@ -225,13 +225,12 @@ class Transfers:
         return "what cannot travel: it is read by neighbouring operations, or held by others"
 
     def _describe_limit(self) -> str | None:
-        """How much host memory would do with less, if that is what limits."""
+        """Describe how much host memory would lower the least budget, if the limit prevents it."""
         limit = self._limit_bytes
         if limit is None:
             return None
-        each = [base.least_bytes for base in self.movable]
-        least = min(each)
-        best = [base for base, own in zip(self.movable, each, strict=True) if own == least]
+        least = min(base.least_bytes for base in self.movable)
+        best = [base for base in self.movable if base.least_bytes == least]
         if any(base.moves(least, limit) is not None for base in best):
             return None
         taken = min(sum(slot_bytes(m.nbytes) for m in base.moves(least) or ()) for base in best)
@@ -242,53 +241,54 @@ class Transfers:
         )
 
     def fastest_within(self, budget_bytes: int) -> Candidate:
-        """The fastest that fits.
+        """Return the fastest candidate that fits.
 
-        Requires: the budget is at least ``least_bytes``.
+        Requires:
+            The budget is at least ``least_bytes``.
         """
         best = self._without_moves(budget_bytes)
         if best is self.search.baseline:
-            return best  # everything fits: nothing is done, be it free
-        best = _faster(best, self._as_known(budget_bytes))
+            return best  # everything fits, so nothing travels or is recomputed
+        best = _faster(best, self._cached_within(budget_bytes))
         for base, candidate in self._by_time():
             if best is not None and candidate.total_s >= best.total_s:
                 break
             best = _faster(best, self._moved(base, candidate, budget_bytes, best))
         if best is None or best.total_s > self.search.baseline.total_s:
-            for found in self._climbed(budget_bytes):
-                best = _faster(best, found)
-        # Within a limit of host memory the least may fit where what is chosen for a larger budget
-        # does not: other storages travel then, and not always fewer bytes.
+            for candidate in self._climbed(budget_bytes):
+                best = _faster(best, candidate)
+        # With a limit on host memory the moves for this budget may exceed the limit where those
+        # for the least budget do not: other storages travel, and not always fewer bytes.
         return best or self._least()[1]
 
     def _moved(
         self, base: Movable, candidate: Candidate, budget_bytes: int, best: Candidate | None = None
     ) -> Candidate | None:
-        """A candidate with what must travel; ``None`` if none fits, or is faster than ``best``.
+        """Return a candidate with the required transfers; ``None`` if ``best`` is as fast.
 
-        Moves are found from sums of bytes. Where more is handed out, they are found again for
-        as much less.
+        ``None`` is also returned if no transfers fit. They are derived from sums of bytes. If the
+        allocator hands out more, they are derived again for a budget that is lower by the
+        difference.
         """
         aim_bytes = budget_bytes
         for _ in range(ROUNDS):
             moves = base.moves(aim_bytes, self._limit_bytes)
             if moves is None:
                 return None
-            found_s = makespan_s(base.evaluation, self._line, moves, self.link)
-            if best is not None and found_s >= best.total_s:
+            total_s = makespan_s(base.evaluation, self._line, moves, self.link)
+            if best is not None and total_s >= best.total_s:
                 return None
-            found = self._with_moves(candidate, base, moves, found_s)
-            over_bytes = self.search.counted_bytes(found) - budget_bytes
+            with_moves = self._with_moves(candidate, base, moves, total_s)
+            over_bytes = self.search.counted_bytes(with_moves) - budget_bytes
             if over_bytes <= 0:
-                return found
+                return with_moves
             aim_bytes -= over_bytes
         return None
 
     def _climbed(self, budget_bytes: int) -> Iterator[Candidate]:
-        """The fastest of each climb, until what is away takes longer than it saves.
+        """Yield the fastest candidate of each climb, until transfers take longer than they save.
 
-        Each climb goes by itself, whatever is known already, so that more candidates never
-        make a step slower.
+        No climb depends on other candidates, so that more candidates never make a step slower.
         """
         if self.host.only:
             return
@@ -296,43 +296,42 @@ class Transfers:
         evaluator = self.search.evaluator
         for codes in bases.relieved(self.search.setting, budget_bytes):
             start = evaluator.candidate(codes)
-            found = self._moved(self._movable(start), start, budget_bytes)
-            if found is not None:
-                if found.total_s > before_s:
+            best = self._moved(self._movable(start), start, budget_bytes)
+            if best is not None:
+                if best.total_s > before_s:
                     return
-                before_s = found.total_s
-            found = self._top(found, evaluator.climb(start), budget_bytes)
-            if found is not None:
-                yield found
-                if self._is_enough(found):
+                before_s = best.total_s
+            best = self._fastest_of_climb(best, evaluator.climb(start), budget_bytes)
+            if best is not None:
+                yield best
+                if self._is_enough(best):
                     return
 
-    def _is_enough(self, found: Candidate | None) -> bool:
-        return found is not None and found.total_s <= ENOUGH * self.search.baseline.total_s
+    def _is_enough(self, candidate: Candidate | None) -> bool:
+        return candidate is not None and candidate.total_s <= ENOUGH * self.search.baseline.total_s
 
-    def _top(
+    def _fastest_of_climb(
         self, best: Candidate | None, higher: Iterable[Candidate], budget_bytes: int
     ) -> Candidate | None:
-        """The fastest of a climb."""
         fruitless = 0
         for candidate in higher:
             if fruitless == PATIENCE or self._is_enough(best):
                 break
             if best is not None and candidate.total_s >= best.total_s:
                 continue
-            found = self._moved(self._movable(candidate), candidate, budget_bytes, best)
-            faster = _faster(best, found)
+            with_moves = self._moved(self._movable(candidate), candidate, budget_bytes, best)
+            faster = _faster(best, with_moves)
             fruitless = 0 if faster is not best else fruitless + 1
             best = faster
         return best
 
-    def _as_known(self, budget_bytes: int) -> Candidate | None:
-        """The fastest that fits of what was found for other context bytes."""
+    def _cached_within(self, budget_bytes: int) -> Candidate | None:
+        """Return the fastest candidate chosen for other context bytes that fits."""
         fitting = (c for c in self.known if self.search.counted_bytes(c) <= budget_bytes)
         return next(fitting, None)
 
     def _without_moves(self, budget_bytes: int) -> Candidate | None:
-        """The best of all candidates, of which only some are bases."""
+        """Return the fastest candidate that fits without transfers, whether or not it is a base."""
         if self.host.only or budget_bytes < self.search.least_bytes:
             return None
         return self.search.fastest_within(budget_bytes)
@@ -342,8 +341,8 @@ class Transfers:
         return sorted(pairs, key=lambda pair: pair[1].total_s)
 
 
-def _faster(best: Candidate | None, found: Candidate | None) -> Candidate | None:
-    """The first one if they are equal."""
-    if best is None or (found is not None and found.total_s < best.total_s):
-        return found
+def _faster(best: Candidate | None, other: Candidate | None) -> Candidate | None:
+    """Return the faster candidate, ``best`` if they are equal."""
+    if best is None or (other is not None and other.total_s < best.total_s):
+        return other
     return best

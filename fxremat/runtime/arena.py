@@ -22,23 +22,23 @@ from fxremat.units import format_bytes
 
 
 class HostLimit:
-    """The host memory that all arenas of a module share, and the most that it may be.
+    """The host memory that all arenas of a module share, and its limit.
 
-    Its blocks are lent to one step each. One that came back is lent to any step that needs at
-    least half of it; where no such block is there, one is allocated in place of the next smaller
-    one. So what steps leave that do not overlap is at most twice what the largest of them needs.
+    Each block is lent to one step at a time. A block that came back is lent to any step that needs
+    at least half of it. If there is none, a new block replaces the next smaller one. So steps that
+    do not overlap leave at most twice what the largest of them needs.
 
     Attributes:
-        nbytes: the most that may be allocated; ``None``: as much as it takes.
-        arenas: that are lent its blocks.
-        blocks: that are allocated, lent or not.
+        nbytes: the most bytes that may be allocated; ``None``: no limit.
+        arenas: the arenas that share the blocks.
+        blocks: the allocated blocks, lent or not.
     """
 
     def __init__(self, nbytes: int | None = None) -> None:
         self.nbytes = nbytes
         self.arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
         self.blocks: list[Block] = []
-        # Taken again by a finalizer that runs meanwhile in the same thread.
+        # A finalizer that runs in the same thread takes the lock again.
         self.lock = threading.RLock()
         self._overlaps = False
 
@@ -49,38 +49,38 @@ class HostLimit:
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes that steps use now."""
+        """Bytes of the blocks that steps use now."""
         return sum(block.nbytes for block in self.blocks if not block.free)
 
     def drop_idle(self) -> None:
-        """Give up what no step uses now; a step that needs it again allocates it again."""
+        """Free the blocks that no step uses; a step that needs one allocates it again."""
         with self.lock:
             self.blocks = [block for block in self.blocks if not block.free]
 
     def lend(self, arena: Arena) -> tuple[Block, Lent]:
-        """A block for a step of ``arena``, and the view of it that is the step's.
+        """Return a block for a step of ``arena``, and the step's view of it.
 
         Raises:
-            HostMemoryError: one more is needed, and cannot be had.
+            HostMemoryError: another block is needed and cannot be allocated.
         """
         with self.lock:
             self._overlaps |= self.lent_bytes > 0
             block = self.idle_for(arena) or self.grow(arena)
-            block.lent_by, block.lent_last = arena.id, next(_numbers)
+            block.lent_by, block.lent_last = arena.id, next(_ids)
             return block, block.lend()
 
     def idle_for(self, arena: Arena) -> Block | None:
-        """The smallest block that a step of ``arena`` may have, of those that no step uses."""
-        # Where steps overlap within a limit, what one of them has too much another may lack.
+        """Return the smallest unused block that suits a step of ``arena``, or ``None``."""
+        # If steps overlap within a limit, one step's excess may be another step's shortage.
         exact = self._overlaps and self.nbytes is not None
         most = arena.nbytes * (1 if exact else 2)
         return self._next_block(arena, lambda nbytes: arena.nbytes <= nbytes <= most, min)
 
     def grow(self, arena: Arena) -> Block:
-        """Allocate a block for ``arena``, in place of the next smaller one that no step uses.
+        """Allocate a block for ``arena``, in place of the next smaller unused block.
 
         Raises:
-            HostMemoryError: it cannot be had, or would exceed the limit.
+            HostMemoryError: the block cannot be allocated, or would exceed the limit.
         """
         with self.lock:
             self._drop(self._next_block(arena, lambda nbytes: nbytes < arena.nbytes, max))
@@ -91,7 +91,7 @@ class HostLimit:
                 gc.collect()
                 if not any(block.free for block in self.blocks):
                     raise
-                self.drop_idle()  # in its place
+                self.drop_idle()
                 block = arena.allocate()
             block.place = arena.place
             self.blocks.append(block)
@@ -103,28 +103,28 @@ class HostLimit:
         fits: Callable[[int], bool],
         choose: Callable[..., Block | None],
     ) -> Block | None:
-        idle = (own for own in self.blocks if own.free and own.place == arena.place)
-        fitting = (own for own in idle if fits(own.nbytes))
-        return choose(fitting, key=lambda own: own.nbytes, default=None)
+        idle = (block for block in self.blocks if block.free and block.place == arena.place)
+        fitting = (block for block in idle if fits(block.nbytes))
+        return choose(fitting, key=lambda block: block.nbytes, default=None)
 
     def _drop(self, block: Block | None) -> None:
-        self.blocks = [own for own in self.blocks if own is not block]
+        self.blocks = [other for other in self.blocks if other is not block]
 
     def _make_room(self, nbytes: int) -> None:
-        """Have ``nbytes`` more fit, at the cost of what no step uses now.
+        """Free unused blocks until ``nbytes`` more are within the limit.
 
         Raises:
-            HostMemoryError: they do not.
+            HostMemoryError: they are not, even without unused blocks.
         """
         limit = self.nbytes
         if limit is None:
             return
-        # What was lent longest ago first: what every step takes is not given up in turn.
+        # The block that was lent longest ago goes first: steps that alternate keep theirs.
         for block in sorted(self.blocks, key=lambda block: block.lent_last):
             if block.free and self.allocated_bytes + nbytes > limit:
                 self._drop(block)
         if self.allocated_bytes + nbytes > limit:
-            # A step that was dropped in a circle of references holds its memory until then.
+            # A step in a reference cycle holds its memory until it is collected.
             gc.collect()
             self.drop_idle()
         asked = self.allocated_bytes + nbytes
@@ -151,28 +151,28 @@ class HostLimit:
 class Arena:
     """Host memory for the steps of one plan, in blocks that all plans of a module share.
 
-    Pinned memory for a CUDA device; for the CPU a memory-mapped temporary file.
+    It is pinned memory for a CUDA device, and a memory-mapped temporary file for the CPU.
 
-    A block is free exactly when the view that was lent of it is dead. So nothing has to be
-    done for it to come back, and no interrupt can prevent that. Memory is given up with the
-    last arena, and what a step that is not finished still uses with that step's lease.
+    A block is free exactly if the view that was lent of it is dead. So nothing has to be done to
+    return it, and no interrupt can prevent that. Memory is freed with the last arena; what an
+    unfinished step still uses is freed with that step's lease.
 
     Args:
-        nbytes: what one step needs.
-        device: from where tensors are moved.
-        host_dir: folder of the file, by default the system's for temporary files.
-        limit: the memory, of which other arenas may have blocks as well; ``None``: memory of
-            its own, without a limit.
+        nbytes: bytes that one step needs.
+        device: the device that tensors are moved from.
+        host_dir: folder of the file; by default the system's for temporary files.
+        limit: the memory that this arena shares with others; ``None``: separate memory without a
+            limit.
 
     Attributes:
-        id: by which :meth:`find` finds it.
-        nbytes: what one step may use.
-        place: from where tensors are moved, and the folder of the file.
-        closed: whether no step may begin any more.
+        id: identifies the arena in :meth:`find`.
+        nbytes: bytes that one step may use.
+        place: the device, and the folder of the file.
+        closed: whether no further step may begin.
 
     Raises:
-        HostMemoryError: the memory cannot be had, or is more than the limit.
-        ValueError: ``nbytes`` is not positive, or the device is of another kind.
+        HostMemoryError: the memory cannot be allocated, or exceeds the limit.
+        ValueError: ``nbytes`` is not positive, or the device is neither a CPU nor CUDA.
     """
 
     def __init__(
@@ -185,10 +185,10 @@ class Arena:
     ) -> None:
         if nbytes <= 0:
             raise ValueError(f"an arena of {nbytes} bytes: must be at least 1")
-        self.id = next(_numbers)
+        self.id = next(_ids)
         self.nbytes = nbytes
         self.closed = self._forked = False
-        self._device = _supported(torch.device(device))
+        self._device = _with_index(torch.device(device))
         self._folder = folder_of(host_dir)
         self.place = self._device, self._folder
         self._limit = limit or HostLimit()
@@ -200,40 +200,40 @@ class Arena:
 
     @staticmethod
     def find(arena_id: int) -> Arena:
-        """The arena with that id.
+        """Return the arena with this id.
 
         Raises:
-            TransferError: it is closed, or of another process.
+            TransferError: the arena is closed, or belongs to another process.
         """
         arena = _arenas.get(arena_id)
         if arena is None or arena.closed:
             raise TransferError(
-                f"host memory {arena_id} is not there: the compiled module that owned it is "
-                "gone, or is of another process. Keep the compiled module for as long as its "
-                "graphs run, or compile the model again"
+                f"host memory {arena_id} does not exist: the compiled module that owned it was "
+                "deleted, or belongs to another process. Keep the compiled module for as long as "
+                "its graphs run, or compile the model again"
             )
         return arena
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that are allocated of the memory that it shares with other arenas."""
+        """Allocated bytes of the memory that this arena shares with others."""
         return self._limit.allocated_bytes
 
     @property
     def leases(self) -> int:
-        """How many of its steps use host memory now."""
+        """Number of its steps that use host memory now."""
         blocks = self._limit.blocks
         return sum(not block.free and block.lent_by == self.id for block in blocks)
 
     def open(self, nbytes: int | None = None) -> Tensor:
-        """Host memory for one step: a uint8 tensor of ``nbytes``, by default all of it.
+        """Lend host memory to one step: a uint8 tensor of ``nbytes``, by default of all it may use.
 
-        The memory is the step's until the last tensor on that storage is gone. If all is
-        lent already, as much again is allocated.
+        The memory belongs to the step until the last tensor on that storage is freed. If all blocks
+        are lent, another one is allocated.
 
         Raises:
-            HostMemoryError: more is needed, and cannot be had.
-            TransferError: more than a step may use, or the arena is closed.
+            HostMemoryError: another block is needed and cannot be allocated.
+            TransferError: ``nbytes`` is more than a step may use, or the arena is closed.
         """
         nbytes = self.nbytes if nbytes is None else nbytes
         if self.closed or not 0 <= nbytes <= self.nbytes:
@@ -248,7 +248,7 @@ class Arena:
                 "the model in the child"
             )
         block, view = self._limit.lend(self)
-        # What is under way when a lease ends goes on: the next one's copies come after it.
+        # Copies that are under way when a lease ends go on; those of the next lease wait for them.
         lease: Lease
         if isinstance(block, PinnedBlock):
             lease = StreamLease(block, nbytes=nbytes, device=self._device)
@@ -259,9 +259,9 @@ class Arena:
         return torch.from_numpy(view)[:nbytes]
 
     def close(self) -> None:
-        """Let no step begin any more. Idempotent.
+        """Let no further step begin. Idempotent.
 
-        The memory is given up with the last arena, what is lent as soon as it comes back.
+        The memory is freed with the last arena, and lent blocks as soon as they come back.
         """
         self.closed = True
         with self._limit.lock:
@@ -270,34 +270,34 @@ class Arena:
                 self._limit.blocks = []
 
     def allocate(self) -> Block:
-        """A new block for a step.
+        """Allocate a block for a step.
 
         Raises:
-            HostMemoryError: it cannot be had.
+            HostMemoryError: it cannot be allocated.
         """
         if self._device.type == "cuda":
             return PinnedBlock(pinned_memory(self.nbytes, device=self._device))
         return Block(file_memory(self.nbytes, folder=self._folder))
 
     def _forget(self) -> None:
-        """This is a forked child: the blocks are those of its parent, and so may the lock be."""
+        """Give up, in a forked child, the blocks of the parent, and its lock, which may be held."""
         self._forked = True
         for block in self._limit.blocks:
             block.disown()
         self._limit.blocks, self._limit.lock = [], threading.RLock()
 
 
-_numbers = itertools.count(1)
+_ids = itertools.count(1)
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
 _leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
-"""By the address of their memory; each is held by the view that was lent."""
+"""Leases by the address of their memory; each is kept alive by the view that was lent."""
 
 
 def lease_of(host: Tensor) -> Lease:
-    """The lease that ``host`` is of.
+    """Return the lease of the host memory ``host``.
 
     Raises:
-        TransferError: it is memory of another kind.
+        TransferError: ``host`` was not lent by an arena.
     """
     lease = _leases.get(host.untyped_storage().data_ptr())
     if lease is None:
@@ -310,13 +310,13 @@ def lease_of(host: Tensor) -> Lease:
 
 @atexit.register
 def _close_all() -> None:
-    # While CUDA is there: a copy that is under way is awaited, and memory is unpinned.
+    # Before CUDA shuts down: copies are awaited, and memory is unpinned.
     for arena in list(_arenas.values()):
         arena.close()
 
 
 def _forget_all() -> None:
-    """In a forked child: host memory is the parent's, leases and all."""
+    """Let all arenas give up, in a forked child, the host memory of the parent."""
     for arena in list(_arenas.values()):
         arena._forget()
 
@@ -325,14 +325,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
 
 
-def _supported(device: torch.device) -> torch.device:
-    """``device`` with its index.
+def _with_index(device: torch.device) -> torch.device:
+    """Return ``device`` with its index.
 
     Raises:
-        ValueError: neither a CPU nor CUDA.
+        ValueError: it is neither a CPU nor CUDA.
     """
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"nothing can be moved between {device} and host memory: cpu, cuda can")
+        raise ValueError(f"cannot move tensors between {device} and host memory: use cpu or cuda")
     index: int | None = device.index
     if device.type == "cuda" and index is None:
         return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Peaks that an allocator counts anyway: seen of steps that nobody watches, on CUDA."""
+"""Peaks of steps that nobody watches, from the counters of CUDA's allocator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fxremat import torch_compat
 
 
 class Count:
-    """The peak of a step by the allocator's own counters, which are not reset for it.
+    """The peak of a step by the allocator's counters, which are not reset for it.
 
-    What other threads allocate meanwhile is counted with it.
+    What other threads allocate during the step is included.
     """
 
     __slots__ = ("_device", "_most_bytes", "_others_bytes")
@@ -22,9 +22,9 @@ class Count:
 
     @staticmethod
     def begin(device: torch.device, there_bytes: Callable[[], int]) -> Count | None:
-        """Begin to count a step; ``None``: nothing is counted on its device.
+        """Begin to count a step; return ``None`` if its device counts nothing.
 
-        Of what is allocated now, ``there_bytes`` are counted as the step's.
+        ``there_bytes`` returns how many of the bytes that are allocated now belong to the step.
         """
         counted = torch_compat.counted_bytes(device)
         if counted is None:
@@ -33,7 +33,7 @@ class Count:
         return Count(device, now_bytes - there_bytes(), most_bytes)
 
     def peak_bytes(self) -> int | None:
-        """Most that the step has taken; ``None``: no more than was there before it already."""
+        """Return the peak of the step, or ``None`` if an earlier peak was higher."""
         counted = torch_compat.counted_bytes(self._device)
         if counted is None or counted[1] <= self._most_bytes:
             return None

@@ -1,4 +1,4 @@
-"""CUDA graphs that the user captures: nothing can be measured, and no host memory lent, in one."""
+"""Checks for steps that run while the user captures a CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fxremat.errors import CaptureError, TransferError
 
 
 def refuse_planning() -> None:
-    """A step is to be planned now.
+    """Check that a step can be planned now.
 
     Raises:
         CaptureError: a CUDA graph is being captured on the current stream.
@@ -24,7 +24,7 @@ def refuse_planning() -> None:
 
 
 def refuse_host_memory(nbytes: int) -> None:
-    """A step with ``nbytes`` of host memory is to run now.
+    """Check that a step with ``nbytes`` of host memory can run now.
 
     Raises:
         TransferError: a CUDA graph is being captured on the current stream.
@@ -38,7 +38,7 @@ def refuse_host_memory(nbytes: int) -> None:
 
 
 def is_captured() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    # None is before torch has come to a device; a build with CUDA raises where there is no GPU.
+    """Return whether a CUDA graph is being captured on the current stream."""
+    # None is before torch has initialized CUDA; asking then raises if there is no GPU.
     cuda: Any = torch.cuda
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())

@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class Expected:
-    """The gradient that a result of a step is expected to get: that which it got last, 1 at first.
+    """The gradient that a result of a step is expected to get: the last one, and 1 at first.
 
-    A forward reads it once, and nothing computes it again: it may be another by then.
+    A forward reads it once, and it is never recomputed: it may have changed by then.
 
     Args:
-        name: in emitted code.
+        name: its name in emitted code.
 
     Attributes:
-        value: of all its elements.
+        value: the value of all elements.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,5 +29,5 @@ class Expected:
         return self.__name__
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The gradient, of that shape."""
+        """Return the expected gradient, with this shape."""
         return torch.full(shape, self.value, dtype=dtype, device=device)

@@ -1,8 +1,9 @@
-"""Gradients, handed over as soon as they are made.
+"""Gradients that are handed over as soon as they are computed.
 
-AOTAutograd returns all gradients of a step at once. A leaf's gradient can be put, or added, into
-its ``.grad`` earlier where autograd would do just that with it and nothing else: memory, and the
-hooks that run after an accumulation, see it early then. All others are returned as ever.
+AOTAutograd returns all gradients of a step at once. The gradient of a leaf can be put, or added,
+into its ``.grad`` earlier, if autograd would do exactly that with it and nothing else. Memory is
+then freed earlier, and post-accumulate hooks run earlier. All other gradients are returned to
+autograd.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from fxremat import torch_compat
 from fxremat.errors import BackwardError
 
 _accumulating = threading.RLock()
-"""Threads may go back through graphs of the same leaves. What ends with a backward that has raised
-may end anywhere, in here too."""
+"""Guards the gradients of leaves: several threads may run backwards of graphs that share leaves. A
+failed backward may be cleaned up at any point, also while the lock is held; so it is reentrant."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True)
 class Contributors:
-    """Who adds to the gradients of a captured graph's leaves, as its backwards have shown.
+    """Which leaves get their gradient from one captured graph only, as its backwards have shown.
 
-    Autograd sums up all that reaches a leaf in one backward, and adds that to what it had. Bits
-    and hooks are the same only where the leaf gets one gradient in a backward. A penalty on the
-    weights makes another, and so do two forwards with one backward.
+    Autograd sums up all gradients that reach a leaf in one backward, and adds the sum to ``.grad``.
+    Handing a gradient over gives the same bits, and runs hooks at the same points, only if the leaf
+    gets no other gradient in that backward. A penalty on the weights makes another one, and so do
+    two forwards with one backward.
 
     Attributes:
-        alone: primals whose gradient nothing else was added to, so far.
-        joined: those where something was.
-        summing: the backward in which autograd sums up: several steps take part.
+        alone: primals whose gradient was the only one of their leaf so far.
+        joined: primals whose leaf also got another gradient.
+        summing: the backward in which several steps take part, so that autograd sums up.
     """
 
     alone: set[int] = field(default_factory=set)
@@ -45,25 +47,25 @@ class Contributors:
     summing: int = -1
 
     def join(self, primal: int) -> None:
-        """The gradient of ``primal`` is not the only one of its leaf."""
+        """Note that the leaf of ``primal`` also got another gradient."""
         self.alone.discard(primal)
         self.joined.add(primal)
 
 
 def leaves_among(values: Sequence[Any]) -> list[Tensor | None]:
-    """``None`` in place of what is no leaf; of subclasses, too, which have their own ways."""
+    """Return the leaves among ``values``, with ``None`` for others, including tensor subclasses."""
     return [value if type(value) in _PLAIN and value.is_leaf else None for value in values]
 
 
 def with_gradients(leaves: Sequence[Tensor | None]) -> frozenset[int]:
-    """Places of those that have one."""
+    """Return the indices of the leaves that have a gradient."""
     return frozenset(
         [i for i, leaf in enumerate(leaves) if leaf is not None and leaf.grad is not None]
     )
 
 
 def adds(leaf: Tensor) -> bool:
-    """Whether a leaf has a gradient to which another is added in place."""
+    """Return whether a leaf has a gradient to which another one can be added in place."""
     existing = leaf.grad
     return (
         existing is not None
@@ -76,9 +78,9 @@ def adds(leaf: Tensor) -> bool:
 
 
 def takes(leaf: Tensor, gradient: Tensor) -> bool:
-    """Whether autograd would let a gradient that nobody else has be the leaf's ``.grad``.
+    """Return whether autograd would make ``gradient`` the ``.grad`` of the leaf without a copy.
 
-    It copies one whose strides are not the leaf's.
+    The gradient must not be referenced elsewhere.
     """
     return (
         leaf.grad is None
@@ -89,22 +91,22 @@ def takes(leaf: Tensor, gradient: Tensor) -> bool:
 
 
 class Gradients:
-    """What becomes of the gradients of one backward.
+    """Passes on the gradients of one backward.
 
     Args:
-        leaves: by primal; ``None`` for what is none.
-        places: for each of them: the edge of the backward's node that leads to it.
-        own: primals whose gradient is all there is in its storage, and nobody else's.
-        contributors: to the leaves' gradients.
-        others: whether other steps of the model wait for their backward.
+        leaves: leaves by primal; ``None`` for other primals.
+        places: for each leaf, the edge of the backward's node that leads to it.
+        own: primals whose gradient fills a storage that nothing else uses.
+        contributors: which leaves get their gradient from this graph alone.
+        others: whether other steps of the model have a pending backward.
 
     Attributes:
-        asked_for: gradients are for the caller of ``torch.autograd.grad``, not for leaves.
+        asked_for: whether gradients are for ``torch.autograd.grad``, not for leaves.
     """
 
     __slots__ = (
-        "__weakref__", "_contributors", "_early", "_expected", "_first", "_hooked", "_learned",
-        "_leaves", "_left", "_nodes", "_own", "_places", "_plain", "_returned", "_task",
+        "__weakref__", "_candidates", "_contributors", "_early", "_expected", "_first", "_hooked",
+        "_kept_first", "_leaves", "_nodes", "_own", "_places", "_plain", "_returned", "_task",
         "asked_for",
     )  # fmt: skip
 
@@ -125,10 +127,11 @@ class Gradients:
         self._contributors = contributors
         self._returned: list[Tensor | None] = [None] * len(leaves)
         self.asked_for = False
-        self._first: list[int] = []  # left to autograd, as no hook waits for them
-        self._learned: dict[int, tuple[int, int]] = {}
-        # Of them, leaves that got no others so far; where each gradient lies, and its version.
-        self._left: list[tuple[int, int, int]] = []
+        self._first: list[int] = []  # first gradients, returned to autograd: no hook waits
+        # Address and version of gradients that may turn out to be the only ones of their leaves.
+        self._candidates: dict[int, tuple[int, int]] = {}
+        # Primal, address and version of first gradients of leaves that never got others.
+        self._kept_first: list[tuple[int, int, int]] = []
         self._expected: dict[int, tuple[Tensor | None, int, bool]] = {}
         self._task = task = torch_compat.current_backward()
         self._hooked: list[tuple[_Hooks, int, _Hook]] = []
@@ -137,45 +140,43 @@ class Gradients:
         self._early = contributors.summing != task and not torch.is_anomaly_enabled()
 
     def give(self, made: dict[int, Tensor]) -> None:
-        """Gradients, by primal."""
+        """Hand over gradients by primal, or keep them for :meth:`finish`."""
         leaves, returned, plain = self._leaves, self._returned, self._plain
         for primal, gradient in made.items():
             leaf = leaves[primal]
             if leaf is not None:
                 if plain and leaf.grad is None and not leaf._post_accumulate_grad_hooks:
-                    self._first.append(primal)  # handed over it would stay as well
+                    self._first.append(primal)  # handing it over would free nothing
                 elif self._hand_over(primal, leaf, gradient):
                     continue
             returned[primal] = gradient
 
     def finish(self) -> list[Tensor | None]:
-        """What autograd gets, by primal."""
+        """Return what autograd gets, by primal."""
         returned, self._returned = self._returned, []
         if self._early:
             self._note_first(returned)
-        if self._learned or self._expected or self._left:
+        if self._candidates or self._expected or self._kept_first:
             torch_compat.after_backward(self._check)
         return returned
 
     def _note_first(self, returned: Sequence[Tensor | None]) -> None:
-        """Note where first gradients lie: autograd lets just these be in ``.grad`` where the leaf
-        gets no others.
-        """
+        """Note the places of first gradients; autograd keeps them if the leaf gets no others."""
         alone, joined = self._contributors.alone, self._contributors.joined
-        known = [primal for primal in self._first if primal in alone]
-        made: list[Any] = [returned[primal] for primal in known]
-        self._left = [(i, g.data_ptr(), g._version) for i, g in zip(known, made, strict=True)]
-        if len(known) == len(self._first):
+        sole = [primal for primal in self._first if primal in alone]
+        made: list[Any] = [returned[primal] for primal in sole]
+        self._kept_first = [(i, g.data_ptr(), g._version) for i, g in zip(sole, made, strict=True)]
+        if len(sole) == len(self._first):
             return
         for primal in self._first:
             if primal in self._own and primal not in alone and primal not in joined:
                 leaf: Any = self._leaves[primal]
                 gradient: Any = returned[primal]
                 if takes(leaf, gradient):
-                    self._learned[primal] = gradient.data_ptr(), gradient._version
+                    self._candidates[primal] = gradient.data_ptr(), gradient._version
 
     def _hand_over(self, primal: int, leaf: Tensor, gradient: Tensor) -> bool:
-        """Whether the gradient needs no returning."""
+        """Return whether the gradient need not be returned."""
         wanted = torch_compat.will_accumulate(self._nodes[self._places[primal]])
         if not wanted:
             self.asked_for |= wanted is None
@@ -185,10 +186,10 @@ class Gradients:
             return False
         if primal not in contributors.alone:
             if primal in self._own and takes(leaf, gradient):
-                self._learned[primal] = gradient.data_ptr(), gradient._version
-                own: Gradients = weakref.proxy(self)  # which goes when a backward raises
+                self._candidates[primal] = gradient.data_ptr(), gradient._version
+                proxy: Gradients = weakref.proxy(self)  # freed when a backward raises
                 for hook in self._hooks_of(leaf)[:1]:
-                    hook.before = lambda: own._learn(primal)
+                    hook.before = lambda: proxy._judge(primal)
             return False
         with _accumulating:
             if adds(leaf):
@@ -199,7 +200,7 @@ class Gradients:
             else:
                 return False
         hooks = self._hooks_of(leaf)
-        for hook in hooks:  # autograd calls them at its end, too: they skip that
+        for hook in hooks:  # autograd calls them again at the end; they ignore that
             hook.has_run = True
             hook.hook(leaf)
         now = leaf.grad
@@ -207,55 +208,56 @@ class Gradients:
         return True
 
     def _hooks_of(self, leaf: Tensor) -> list[_Hook]:
-        """Those that follow an accumulation, wrapped until this backward has ended."""
+        """Return the post-accumulate hooks of a leaf, wrapped until this backward has ended."""
         hooks: _Hooks = leaf._post_accumulate_grad_hooks or {}
-        found = []
+        wrapped = []
         with _accumulating:
             for key, hook in list(hooks.items()):
                 if not isinstance(hook, _Hook) or hook.task != self._task:
                     hook = hooks[key] = _Hook(hook, self._task)
                     self._hooked.append((hooks, key, hook))
-                    if len(self._hooked) == 1:  # also where the backward raises
+                    if len(self._hooked) == 1:  # unwraps them if the backward raises
                         weakref.finalize(self, _unhook, self._hooked).atexit = False
-                found.append(hook)
-        return found
+                wrapped.append(hook)
+        return wrapped
 
-    def _learn(self, primal: int) -> None:
-        """Autograd has accumulated: was it just what was returned?"""
-        made, leaf = self._learned.pop(primal, None), self._leaves[primal]
+    def _judge(self, primal: int) -> None:
+        """Check whether autograd has accumulated just the gradient that was returned."""
+        made, leaf = self._candidates.pop(primal, None), self._leaves[primal]
         now = None if leaf is None else leaf.grad
         if made is None or leaf is None or now is None:
             return
         if now.data_ptr() == made[0] and now._version == made[1]:
             self._contributors.alone.add(primal)
-        elif leaf._backward_hooks:  # which may have made another of it
+        elif leaf._backward_hooks:  # these may have replaced it
             self._contributors.alone.discard(primal)
         else:
             self._contributors.join(primal)
 
-    def _is_as_left(self) -> bool:
-        """Whether first gradients of leaves that never got others are what autograd was left."""
+    def _first_unchanged(self) -> bool:
+        """Return whether first gradients of leaves that never got others are unchanged."""
         leaves: Sequence[Any] = self._leaves
-        for primal, place, version in self._left:
+        for primal, place, version in self._kept_first:
             now = leaves[primal].grad
             if now is None or now.data_ptr() != place or now._version != version:
                 return False
         return True
 
     def _check(self) -> None:
-        """The backward has ended: nothing else must have been added to what was handed over.
+        """Check at the end of the backward that nothing else was added to what was handed over.
 
-        Autograd's thread may hold this for longer than ``backward()`` takes: no gradient with it.
+        Autograd's thread may hold this object for longer than ``backward()`` takes, so it keeps no
+        gradient.
 
         Raises:
-            BackwardError: something was, after the leaf's own hooks had run.
+            BackwardError: something was added after the leaf's hooks had run.
         """
         if self._hooked:
             _unhook(self._hooked)
-        if not self._is_as_left():
-            self._learned |= {primal: (place, version) for primal, place, version in self._left}
-        for primal in list(self._learned):
-            self._learn(primal)
+        if not self._first_unchanged():
+            self._candidates |= {i: (place, version) for i, place, version in self._kept_first}
+        for primal in list(self._candidates):
+            self._judge(primal)
         if not self._expected:
             return
         handed_over, self._expected = self._expected, {}
@@ -269,20 +271,20 @@ class Gradients:
             if hooked and now is not None:
                 raise BackwardError(
                     f"the parameter of shape {tuple(now.shape)} got another gradient from outside "
-                    "the compiled model after its post-accumulate hooks had run, which was never "
-                    "so before: its hooks have seen a part of the gradient. Repeat the step; from "
-                    "now on they run once all of it is there"
+                    "the compiled model after its post-accumulate hooks had run, for the first "
+                    "time: its hooks have seen only a part of the gradient. Repeat the step; from "
+                    "now on they run once the gradient is complete"
                 )
 
 
 class _Hook:
-    """In the place of a post-accumulate hook, in a backward in which it may have run already.
+    """Wraps a post-accumulate hook in a backward in which it may run early.
 
     Attributes:
-        hook: the user's, or one that is in its place in another thread's backward.
+        hook: the user's hook, or the wrapper of another thread's backward.
         task: the backward.
-        has_run: autograd must not run it again in there.
-        before: called once, before autograd runs it in there.
+        has_run: whether it has run early, so that autograd's call is ignored.
+        before: called once, before autograd runs the hook in this backward.
     """
 
     __slots__ = ("before", "has_run", "hook", "task")
@@ -308,14 +310,14 @@ _Hooks = dict[int, Callable[[Tensor], None]]
 
 
 def _unhook(hooked: list[tuple[_Hooks, int, _Hook]]) -> None:
-    """Put back what was there before, unless it was removed."""
+    """Put back the wrapped hooks, unless they were removed."""
     with _accumulating:
         while hooked:
-            hooks, key, own = hooked.pop()
-            above = hooks.get(key)
-            if above is own:
-                hooks[key] = own.hook
-            while isinstance(above, _Hook):
-                if above.hook is own:
-                    above.hook = own.hook
-                above = above.hook
+            hooks, key, wrapper = hooked.pop()
+            outer = hooks.get(key)
+            if outer is wrapper:
+                hooks[key] = wrapper.hook
+            while isinstance(outer, _Hook):
+                if outer.hook is wrapper:
+                    outer.hook = wrapper.hook
+                outer = outer.hook

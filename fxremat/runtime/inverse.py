@@ -1,4 +1,4 @@
-"""The input of a BatchNorm, computed from the output of the leaky ReLU behind it."""
+"""The input of a BatchNorm, computed from the output of the leaky ReLU that follows it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 SMALLEST_WEIGHT = 1e-6
-"""Channels with a scale below it tell nothing of their input: their mean stands for it."""
+"""Scale below which the input of a channel is lost; its mean is used instead."""
 
 
 _new_library: Any = torch.library.Library
@@ -32,23 +32,24 @@ def invert_batch_norm(
 
     Args:
         z: shape ``(batch, channels, …)``.
-        weight, bias: shape ``(channels,)``, or None for ones and zeros.
+        weight, bias: shape ``(channels,)``; ``None`` for ones and zeros.
         mean, rstd: of the batch, shape ``(channels,)``.
-        slope: of the leaky ReLU, above 0.
+        slope: slope of the leaky ReLU, above 0.
 
-    Returns ``x`` up to rounding, in the shape, dtype and strides of ``z``. Where the scale is
-    nearly 0 the input is lost, and the mean is returned.
+    Returns:
+        ``x`` up to rounding, with the shape, dtype and strides of ``z``. Channels whose scale is
+        nearly 0 are filled with their mean.
     """
     scale = rstd if weight is None else rstd * weight
-    known = scale.abs() > SMALLEST_WEIGHT * rstd
-    back = torch.where(known, 1 / scale, 0.0)
+    invertible = scale.abs() > SMALLEST_WEIGHT * rstd
+    back = torch.where(invertible, 1 / scale, 0.0)
     shift = mean if bias is None else mean - bias * back
     y = functional.leaky_relu(z, 1 / slope)
-    # One pass: a norm that scales by ``back`` and adds ``shift``.
-    nothing, one = torch.zeros_like(mean), torch.ones_like(mean)
-    # Not by ``functional``: in torch 2.11 that refuses an epsilon of 0, which the operator takes.
+    # A norm that scales by ``back`` and adds ``shift`` takes one pass.
+    zero, one = torch.zeros_like(mean), torch.ones_like(mean)
+    # In torch 2.11 ``functional.batch_norm`` refuses an epsilon of 0; the operator takes it.
     return torch.batch_norm(
-        y, back, shift, nothing, one, False, 0.0, 0.0, torch.backends.cudnn.enabled
+        y, back, shift, zero, one, False, 0.0, 0.0, torch.backends.cudnn.enabled
     )
 
 

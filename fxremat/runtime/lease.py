@@ -1,4 +1,4 @@
-"""A lease: the host memory of one step, with the transfers to it and from it."""
+"""Leases: the host memory of one step, with the transfers to it and from it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fxremat.units import format_bytes
 
 
 class Lease(abc.ABC):
-    """Host memory that one step has to itself.
+    """Host memory that belongs to one step.
 
-    It must not hold the tensor that was handed out for it: the death of that tensor's
-    storage ends the lease.
+    It must not hold the tensor that was handed out for it: the lease ends when that tensor's
+    storage dies.
 
     Attributes:
         block: the memory.
-        nbytes: how much of it.
-        device: from where, and to where.
+        nbytes: how many bytes of it the step uses.
+        device: the device of the transfers.
     """
 
     def __init__(self, block: Block, *, nbytes: int, device: torch.device) -> None:
@@ -38,8 +38,8 @@ class Lease(abc.ABC):
         """Start to copy the whole storage of ``x`` to ``offset``.
 
         Raises:
-            TransferError: the storage does not fit there or is on another device, or an
-                earlier transfer of the step failed.
+            TransferError: the storage does not fit there or is on another device, or an earlier
+                transfer of the step failed.
         """
         nbytes = x.untyped_storage().nbytes()
         self.check_process()
@@ -48,7 +48,7 @@ class Lease(abc.ABC):
         self._filled[offset] = nbytes, copy
 
     def release(self, *, offset: int) -> None:
-        """Return when what was offloaded to ``offset`` may be dropped on the device.
+        """Return when the tensor that was offloaded to ``offset`` may be freed on the device.
 
         Raises:
             TransferError: nothing was offloaded there, or a transfer of the step failed.
@@ -59,14 +59,14 @@ class Lease(abc.ABC):
             self._release(copy)
 
     def prefetch(self, *, offset: int, nbytes: int, device: torch.device) -> Tensor:
-        """Start to copy what was offloaded to ``offset`` to a fresh uint8 tensor on ``device``.
+        """Start to copy what was offloaded to ``offset`` to a new uint8 tensor on ``device``.
 
-        That has ``nbytes``, at least as many as were offloaded: plans count what allocators hand
-        out, which is more. The rest is not filled.
+        The tensor has ``nbytes``, at least as many as were offloaded: plans count the bytes that
+        allocators hand out, which are more. The rest is not filled.
 
         Raises:
-            TransferError: more was offloaded there, it is the wrong device, or a transfer
-                of the step failed.
+            TransferError: more was offloaded there, the device is wrong, or a transfer of the step
+                failed.
         """
         self.check_process()
         self._check(nbytes, offset=offset, device=device, verb="prefetch")
@@ -83,14 +83,14 @@ class Lease(abc.ABC):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether this process is a forked child of the one whose step it is."""
+        """Whether this process is a forked child of the one that runs the step."""
         return self._process != os.getpid()
 
     def check_process(self) -> None:
-        """Refuse to go on in a forked child, which has neither the threads nor the streams.
+        """Check that this is not a forked child, which has neither the threads nor the streams.
 
         Raises:
-            TransferError: this is one.
+            TransferError: it is one.
         """
         if self.elsewhere:
             raise TransferError(
@@ -112,7 +112,7 @@ class Lease(abc.ABC):
             )
 
     def _filled_at(self, offset: int, *, verb: str) -> tuple[int, Any]:
-        """Bytes that were offloaded there, and the copy of them."""
+        """Return the number of bytes that were offloaded to ``offset``, and the copy of them."""
         if offset not in self._filled:
             raise TransferError(
                 f"cannot {verb} offset {offset} of the host memory: nothing was offloaded "
@@ -122,14 +122,14 @@ class Lease(abc.ABC):
 
     @abc.abstractmethod
     def _offload(self, source: Tensor, offset: int) -> Any:
-        """Start to copy ``source``; what :meth:`_release` is given."""
+        """Start to copy ``source``; return what :meth:`_release` takes."""
 
     @abc.abstractmethod
     def _release(self, copy: Any) -> None: ...
 
     @abc.abstractmethod
     def _prefetch(self, fresh: Tensor, offset: int) -> Any:
-        """Start to fill ``fresh``; what :meth:`wait_for` and :meth:`abandon` are given."""
+        """Start to fill ``fresh``; return what :meth:`wait_for` and :meth:`abandon` take."""
 
     @abc.abstractmethod
     def wait_for(self, copy: Any) -> None:
@@ -137,18 +137,18 @@ class Lease(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self, copy: Any) -> None:
-        """Order what comes next in the memory of a prefetch that nobody waited for after it."""
+        """Let the next user of a prefetch's memory wait for a copy that nobody waited for."""
 
 
 class Arrival:
     """A prefetch that nobody has waited for yet.
 
-    It outlives the host tensor, which emitted code drops after its last prefetch, but not
-    the fresh storage: if the step is given up and that is dropped, the copy is abandoned.
+    It outlives the host tensor, which emitted code drops after its last prefetch, but not the new
+    storage: if the step is given up and that storage is dropped, the copy is abandoned.
     """
 
     _pending: ClassVar[dict[int, Arrival]] = {}
-    """By the address of the fresh storage."""
+    """Prefetches by the address of their new storage."""
 
     def __init__(self, fresh: Tensor, *, lease: Lease, copy: Any) -> None:
         self._lease = lease
@@ -162,12 +162,12 @@ class Arrival:
 
     @staticmethod
     def wait(x: Tensor) -> None:
-        """Make computations wait until ``x`` has arrived; nothing if nothing is under way."""
+        """Make computations wait until ``x`` has arrived; do nothing if no copy is under way."""
         arrival = Arrival._pending.get(x.untyped_storage().data_ptr())
         if arrival is not None:
             arrival._lease.check_process()
             arrival._lease.wait_for(arrival._copy)
-            # Not if that failed: to wait again must fail again.
+            # Not reached if that failed: waiting again must fail again.
             arrival._dropped.detach()
             arrival._forget()
 
@@ -182,5 +182,5 @@ class Arrival:
 
 
 def whole_storage(x: Tensor) -> Tensor:
-    """All bytes of the storage of ``x``, whatever of it ``x`` shows."""
+    """Return all bytes of the storage of ``x`` as a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())

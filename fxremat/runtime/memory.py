@@ -31,7 +31,7 @@ class Lent(np.ndarray[Any, np.dtype[np.uint8]]):
     """Memory that is lent for as long as this array lives.
 
     Attributes:
-        holds: what ends with it, by no one's doing: no interrupt can come between.
+        holds: an object that dies with the array; no interrupt can come between.
     """
 
     holds: object
@@ -40,19 +40,19 @@ class Lent(np.ndarray[Any, np.dtype[np.uint8]]):
 class Block:
     """Host memory that is allocated once and used by one step at a time.
 
-    It is given up when it is collected.
+    It is freed when it is collected.
 
     Attributes:
-        bytes: the memory as an array, ``None`` once it is given up.
-        nbytes: how much it is.
-        place: from where tensors are moved to it, and the folder of its file.
-        lent_by: the number of the arena for which it was lent last.
-        lent_last: larger than that of a block that was lent before.
+        bytes: the memory as an array; ``None`` once it is freed.
+        nbytes: its size.
+        place: the device that tensors are moved from, and the folder of its file.
+        lent_by: id of the arena for which it was lent last.
+        lent_last: grows with each loan of any block.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
-        # Views keep this array alive, and it the mapping: what a tensor still reads stays
-        # mapped, whoever closes what.
+        # Views keep this array alive, and the array keeps the mapping alive, for as long as a
+        # tensor reads it.
         self.bytes: Bytes | None = np.frombuffer(memory, dtype=np.uint8)
         self.nbytes = self.bytes.nbytes
         self.place: tuple[torch.device, str] | None = None
@@ -65,24 +65,24 @@ class Block:
         return self._user is None or self._user() is None
 
     def lend(self) -> Lent:
-        """A view of its own of the memory: its user's, until it dies."""
+        """Return a new view of the memory, which is its user's until the view dies."""
         assert self.bytes is not None
         view = self.bytes.view(Lent)
         self._user = weakref.ref(view)
         return view
 
     def release(self) -> None:
-        """Give the memory up. It is unmapped when the last array on it dies."""
+        """Free the memory. It is unmapped when the last array on it dies."""
         if self.bytes is not None:
             self._before_unmapping(self.bytes)
             self.bytes = None
 
     def disown(self) -> None:
-        """The memory is another process's: this one only forgets it."""
+        """Forget the memory, which belongs to another process."""
         self.bytes = None
 
     def _before_unmapping(self, memory: Bytes) -> None:
-        """A hook for what has to be undone before the system gets the memory back."""
+        """Undo what must be undone before the memory goes back to the system."""
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -90,18 +90,18 @@ class Block:
 
 
 def file_memory(nbytes: int, *, folder: str) -> mmap.mmap:
-    """``nbytes`` of a temporary file in ``folder``, which may spill to its disk.
+    """Map ``nbytes`` of a temporary file in ``folder``.
 
-    The file has no name from the start where the system allows, so it is gone when the
-    memory is, even if the process is killed. Its disk space is taken now, since a full
-    disk would otherwise kill the process at the first write.
+    If the system allows it, the file never has a name, so it disappears with the memory even if the
+    process is killed. Its disk space is reserved at once, because a full disk would otherwise kill
+    the process at the first write.
 
     Raises:
-        HostMemoryError: the folder is not there or not writable, or the disk is full.
+        HostMemoryError: the folder does not exist or is not writable, or the disk is full.
     """
     try:
         with tempfile.TemporaryFile(dir=folder, prefix="fxremat-") as file:
-            _take_space(file, nbytes)
+            _reserve_disk_space(file, nbytes)
             return mmap.mmap(file.fileno(), nbytes)
     except (OSError, ValueError, OverflowError) as error:
         many = getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
@@ -117,7 +117,7 @@ def file_memory(nbytes: int, *, folder: str) -> mmap.mmap:
         ) from error
 
 
-def _take_space(file: IO[bytes], nbytes: int) -> None:
+def _reserve_disk_space(file: IO[bytes], nbytes: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, nbytes)
         return
@@ -128,13 +128,13 @@ def _take_space(file: IO[bytes], nbytes: int) -> None:
 
 
 def pinned_memory(nbytes: int, *, device: torch.device) -> mmap.mmap:
-    """``nbytes`` of page-locked memory, which CUDA copies to and from on its own.
+    """Map ``nbytes`` of page-locked memory, which CUDA copies asynchronously.
 
-    Registered rather than asked of torch's allocator, which rounds up to a power of two
-    and keeps what it is given back. :func:`unpin` it before it is unmapped.
+    The memory is registered rather than taken from torch's allocator, which rounds up to a power of
+    two and caches freed memory. It must be passed to :func:`unpin` before it is unmapped.
 
     Raises:
-        HostMemoryError: it cannot be had.
+        HostMemoryError: the memory cannot be allocated.
     """
     for total, whose in memory_limits():
         if nbytes > total:
@@ -153,11 +153,11 @@ def pinned_memory(nbytes: int, *, device: torch.device) -> mmap.mmap:
 
 
 def page_memory(nbytes: int) -> mmap.mmap:
-    """``nbytes`` of anonymous memory: in huge pages, of which few are to be locked, and private.
+    """Map ``nbytes`` of private anonymous memory, in huge pages, of which few need to be locked.
 
-    A forked child sees zeros in its place: were its pages shared with the child, a write of
-    the parent's would move them, while the device goes on copying to where they were. Where
-    that cannot be had, the memory is shared, so that nothing moves; the child does not touch it.
+    A forked child sees zeros instead. If the child shared the pages, a write of the parent would
+    move them, while the device goes on copying to the old place. Where the system cannot wipe pages
+    on fork, the memory is shared, so that nothing moves; the child does not touch it.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, nbytes)
@@ -173,18 +173,18 @@ def page_memory(nbytes: int) -> mmap.mmap:
 
 
 _MADV_WIPEONFORK = 18
-"""Of Linux since 4.14; :mod:`mmap` has no name for it."""
+"""Defined by Linux since 4.14; :mod:`mmap` has no name for it."""
 
 
 def _forget_error(device: torch.device) -> None:
-    """Have CUDA report its last error here, and not at whatever kernel comes next."""
-    # For real, though a capture may be going on: nothing is launched there.
+    """Make CUDA report its last error here, and not at the next kernel."""
+    # A capture, which launches nothing, may be active.
     with contextlib.suppress(RuntimeError), torch_compat.real_execution():
         torch.empty(1, device=device).add_(1)
 
 
 def unpin(memory: Bytes) -> None:
-    """Undo what :func:`pinned_memory` did. No copy may be under way."""
+    """Undo :func:`pinned_memory`. No copy may be under way."""
     _cuda_runtime().cudaHostUnregister(memory.ctypes.data)
 
 
@@ -202,10 +202,10 @@ def _no_pinned_memory(nbytes: int, why: str) -> HostMemoryError:
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, str]]:
-    """Bytes of memory, and whose they are: the machine's, and those of the control groups.
+    """Yield limits on memory, and whose they are: the machine's, and those of the control groups.
 
     Args:
-        root: of the file system that tells, in ``proc`` and ``sys``.
+        root: root of the file system that has ``proc`` and ``sys``.
     """
     with contextlib.suppress(AttributeError, ValueError, OSError):
         yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine"
@@ -218,7 +218,7 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, str]]:
         top, name = (
             (mounted / "memory", "memory.limit_in_bytes") if old else (mounted, "memory.max")
         )
-        # In a container the path may be the host's, while the group is mounted as the top.
+        # In a container the path may be that of the host, while the group is mounted at the top.
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
             limit = _read(folder / name).strip()
@@ -236,5 +236,5 @@ def _read(path: Path) -> str:
 
 
 def folder_of(host_dir: str | os.PathLike[str] | None) -> str:
-    """The folder for temporary files: ``host_dir``, or the system's."""
+    """Return the folder for temporary files: ``host_dir``, or the system's."""
     return str(Path(host_dir)) if host_dir is not None else tempfile.gettempdir()

@@ -1,8 +1,8 @@
 """Random draws that a recomputation repeats.
 
-The emitted forward records the generator's state just before a draw that will be
-repeated; the recomputation draws from that state and leaves the generator as it was,
-so that it ends a step where it would have ended without recomputation.
+The emitted forward records the state of the generator right before a draw that will be repeated.
+The recomputation draws from that state and then restores the generator, so that a step leaves it in
+the same state as without recomputation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def record_state(device: str) -> Tensor:
-    """The state of the default generator of ``device``: a uint8 tensor on the CPU."""
+    """Return the state of the default generator of ``device``: a uint8 tensor on the CPU."""
     kind = torch.device(device)
     if kind.type == "cuda":
         return torch.cuda.get_rng_state(kind)
@@ -23,18 +23,18 @@ def record_state(device: str) -> Tensor:
 
 
 CUDA_STATE_BYTES = 16
-"""A seed and an offset."""
+"""Bytes of a seed and an offset."""
 
 
 def state_bytes(device: str) -> int:
-    """Size of what :func:`record_state` returns; the device need not be here."""
+    """Return the bytes of what :func:`record_state` returns; the device need not exist."""
     if torch.device(device).type == "cuda":
         return CUDA_STATE_BYTES
     return torch.get_rng_state().numel()
 
 
 def restore_state(device: str, state: Tensor) -> None:
-    """Put the default generator of ``device`` into ``state``."""
+    """Set the default generator of ``device`` to ``state``."""
     kind = torch.device(device)
     if kind.type == "cuda":
         torch.cuda.set_rng_state(state, kind)
@@ -43,13 +43,13 @@ def restore_state(device: str, state: Tensor) -> None:
 
 
 def draw(state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The first draw: ``state`` was recorded just before, so there is nothing to restore."""
+    """Draw for the first time; ``state`` was recorded right before, so nothing is restored."""
     del state, device
     return op(*args, **kwargs)
 
 
 def redraw(state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw again what ``op`` drew from ``state``."""
+    """Repeat the draw of ``op`` from ``state``, and restore the generator."""
     now = record_state(device)
     restore_state(device, state)
     try:

@@ -1,4 +1,4 @@
-"""Where in host memory each tensor that travels over the turn lives."""
+"""The place in host memory of each tensor that travels across the loss point."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 ALIGNMENT_BYTES = 512
-"""Offsets and sizes are multiples of it: what the CUDA allocator aligns its blocks to."""
+"""Offsets and sizes are multiples of this, the alignment of the CUDA allocator."""
 
 
 def slot_bytes(nbytes: int) -> int:
-    """What a tensor of ``nbytes`` takes in host memory."""
+    """Return the bytes that a tensor of ``nbytes`` takes in host memory."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def assign_slots(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Place tensors of these sizes one after the other: offset of each, bytes of all together.
+    """Place tensors of these sizes one after the other; return their offsets and the total bytes.
 
-    Whatever travels is on the host at the turn, so no two tensors of a step can share a byte,
-    and the sum of the rounded sizes is the least that holds them.
+    At the loss point all of them are on the host, so no two of them can share a byte, and the sum
+    of the rounded sizes is the least that holds them.
     """
     *offsets, total_bytes = accumulate(map(slot_bytes, sizes_bytes), initial=0)
     return tuple(offsets), total_bytes

@@ -1,7 +1,8 @@
 """Steps in flight: forwards whose backward has not run.
 
-Autograd is given one small tensor for all that a forward saves, the step's *token*; what was saved
-hangs on it. So it goes when autograd drops the token, with the graph or after the backward.
+Autograd is given one small tensor for all that a forward saves, the *token* of the step, which
+refers to the saved tensors. They are freed when autograd drops the token: with the graph, or after
+the backward.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fxremat.errors import BackwardError
 from fxremat.runtime.counted import Count
 
 SCALAR_BYTES = 8
-"""Of a number, as a loss is."""
+"""Bytes of a number, such as a loss."""
 
 _numbers = itertools.count()
 
@@ -29,19 +30,19 @@ _by_number: weakref.WeakValueDictionary[int, Step] = weakref.WeakValueDictionary
 """Steps whose token autograd may give back as another tensor, as ``save_on_cpu`` does."""
 
 _NO_NUMBER = torch.full((1,), -1, device="cpu")
-"""What tokens hold that autograd gives back as they are: none of them needs memory of its own."""
+"""The memory that tokens share if autograd gives them back unchanged."""
 
 
 _latest = threading.local()
 
 
 def latest_step() -> Step | None:
-    """The step whose forward this thread has run last, if it is still there.
+    """Return the step whose forward this thread has run last, if it still exists.
 
-    Whoever asks holds it from then on, where its token does not.
+    From then on only the caller and the token hold it.
     """
-    found = getattr(_latest, "step", None)
-    step = None if found is None else found()
+    reference = getattr(_latest, "step", None)
+    step = None if reference is None else reference()
     _latest.step = _latest.held = None
     return step
 
@@ -50,23 +51,23 @@ class Step:
     """A forward that runs, and what it leaves for its backward.
 
     Args:
-        plan: that it follows.
-        backward: its emitted backward.
+        plan: the plan whose graphs run.
+        backward: the backward graph.
         owners: what runs its backward works for: the loop, the regions and the graph.
-        context: in which the forward runs.
-        leaves: by primal, whose gradients it computes.
-        passed: what the backward returns as it is, by place among the gradients.
-        count: of what it takes, where that is counted.
-        missing: primals whose gradient is planned for as if it were there, and is not.
-        kept: outputs of earlier steps that somebody holds when the forward begins.
+        context: the context in which the forward runs.
+        leaves: leaves whose gradients the backward computes, by primal.
+        passed: what the backward returns unchanged, by place among the gradients.
+        count: counts the peak of the step, if its device counts anything.
+        missing: primals whose gradient was planned for as existing, and does not exist.
+        kept: outputs of earlier steps that are held when the forward begins.
 
     Attributes:
-        plan, backward, owners, context, leaves, passed, count, missing, kept: as given.
-        elsewhere: hooks may put another tensor in the place of its token.
-        part: what it is a part of, where a step runs several graphs, and its place there.
-        number: larger for later ones; -1 until the forward has ended.
-        outputs: storages that the forward has made for its caller, which may hold them for long.
-        held_bytes: device memory of what it has saved and returned, beside what others hold.
+        plan, backward, owners, context, leaves, passed, count, missing, kept: see above.
+        elsewhere: whether hooks may replace its token by another tensor.
+        part: the step of several graphs that it belongs to, and its place there.
+        number: grows with each step; -1 until the forward has ended.
+        outputs: storages that the forward made for its caller, who may hold them for long.
+        held_bytes: device memory of what it saved and returned and nothing else holds.
     """
 
     __slots__ = (
@@ -106,12 +107,12 @@ class Step:
         self._versions: list[int] = []
 
     def keep(self, saved: list[Tensor], outputs: Iterable[object], *, held_bytes: int) -> None:
-        """The forward has ended.
+        """Note that the forward has ended.
 
         Args:
-            saved: what the backward graph takes first.
-            outputs: what the forward returns.
-            held_bytes: device memory of all that, beside what others hold.
+            saved: the first arguments of the backward graph.
+            outputs: the results of the forward.
+            held_bytes: device memory of these that nothing else holds.
         """
         self._saved, self._versions = saved, torch_compat.versions_of(saved)
         self.outputs = [torch_compat.StorageAlive(t) for t in outputs if isinstance(t, Tensor)]
@@ -124,17 +125,20 @@ class Step:
         _latest.held = self if self.elsewhere else None
 
     def token(self) -> Tensor:
-        """What autograd saves for this step: on the CPU, its number where hooks may copy it."""
+        """Return what autograd saves for this step: a small tensor on the CPU that refers to it.
+
+        It holds the step's number if hooks may replace it by a copy.
+        """
         if self.elsewhere:
             token = torch.full((1,), self.number, device="cpu")
-            token.__getstate__ = _nothing  # type: ignore[method-assign]
+            token.__getstate__ = _no_state  # type: ignore[method-assign]
         else:
             token = _NO_NUMBER.data
         token.step = self  # type: ignore[attr-defined]
         return token
 
     def __deepcopy__(self, _memo: object) -> Step:
-        """Copies of a token are of the same step."""
+        """Return the same step: copies of a token belong to it, too."""
         return self
 
     @property
@@ -149,10 +153,10 @@ class Step:
 
     @staticmethod
     def of(token: Tensor) -> Step:
-        """The step of a token, or of what autograd gives back in its place.
+        """Return the step of a token, or of the tensor that autograd gives back in its place.
 
         Raises:
-            BackwardError: it is gone.
+            BackwardError: the step no longer exists.
         """
         step: Step | None = getattr(token, "step", None) or _by_number.get(int(token))
         if step is None:
@@ -163,10 +167,10 @@ class Step:
         return step
 
     def take(self) -> list[Tensor]:
-        """What was saved, in a list of the caller's own; nothing is left unless the graph stays.
+        """Return the saved tensors in a new list, and drop them unless the graph is retained.
 
         Raises:
-            BackwardError: it was taken already, or something of it was written to since.
+            BackwardError: they were taken already, or one of them was modified since.
         """
         saved = self._saved
         if saved is None:
@@ -176,8 +180,8 @@ class Step:
             )
         versions = torch_compat.versions_of(saved)
         if versions != self._versions:
-            each = zip(saved, self._versions, versions, strict=True)
-            tensor, version, now = next(one for one in each if one[1] != one[2])
+            triples = zip(saved, self._versions, versions, strict=True)
+            tensor, version, now = next(t for t in triples if t[1] != t[2])
             raise BackwardError(
                 "one of the variables needed for gradient computation has been modified by "
                 f"an inplace operation: a tensor of shape {tuple(tensor.shape)} and "
@@ -191,15 +195,15 @@ class Step:
         return saved
 
 
-def _nothing() -> None:
-    """What is written of a token beside its number, where hooks write saved tensors to a file."""
+def _no_state() -> None:
+    """Return nothing to pickle besides the number, if hooks write a token to a file."""
 
 
 class InFlight:
-    """The steps of a model whose backward has not run, and outputs of others that are held.
+    """Steps of a model whose backward has not run, and outputs of other steps that are held.
 
     Attributes:
-        latest: the number of the one that began last.
+        latest: the number of the step that began last.
     """
 
     def __init__(self) -> None:
@@ -209,7 +213,7 @@ class InFlight:
         self._lock = threading.Lock()
 
     def add(self, step: Step) -> None:
-        """A forward has run."""
+        """Add a step whose forward has run."""
         with self._lock:
             self.latest = step.number
             self._steps.append(weakref.ref(step))
@@ -217,55 +221,55 @@ class InFlight:
                 self._outputs.append((step.number, output))
 
     def returned(self, results: Iterable[object]) -> None:
-        """Gradients that somebody asked for, or outputs that no step has made, and may hold."""
+        """Add gradients that were asked for, or outputs of no step, which the caller may hold."""
         made = [torch_compat.StorageAlive(t) for t in results if isinstance(t, Tensor)]
         with self._lock:
-            self._outputs = [own for own in self._outputs if own[1]]  # nobody else may ask
-            known = {alive.key for _, alive in self._outputs}
-            self._outputs += [(-1, alive) for alive in made if alive.key not in known]
+            self._outputs = [entry for entry in self._outputs if entry[1]]
+            keys = {alive.key for _, alive in self._outputs}
+            self._outputs += [(-1, alive) for alive in made if alive.key not in keys]
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self.waiting())
 
     def waiting(self) -> list[Step]:
-        """The steps, the one that began first at the front."""
+        """Return the steps whose backward has not run, the earliest first."""
         if not self._steps:
             return []
         with self._lock:
-            found = [own for step in self._steps if (own := step()) is not None and own.waits]
-            if len(found) < len(self._steps):
-                self._steps = [weakref.ref(step) for step in found]
-        return found
+            steps = [step for ref in self._steps if (step := ref()) is not None and step.waits]
+            if len(steps) < len(self._steps):
+                self._steps = [weakref.ref(step) for step in steps]
+        return steps
 
     def now(self) -> tuple[list[Step], int]:
-        """The steps that wait, and the bytes of outputs of others that somebody holds."""
+        """Return the steps whose backward has not run, and the bytes of held outputs of others."""
         waiting = self.waiting()
         return waiting, self.kept_bytes(waiting)
 
     def has_others(self, step: Step) -> bool:
-        """Whether a step beside this one waits for its backward."""
+        """Return whether the backward of a step other than this one has not run."""
         return len(self._steps) > 1 and any(other is not step for other in self.waiting())
 
     def kept_bytes(self, waiting: Iterable[Step]) -> int:
-        """Of outputs that somebody holds, of steps that are not ``waiting``."""
+        """Return the bytes of held outputs of steps that are not ``waiting``."""
         if not self._outputs:
             return 0
         return sum([alive.nbytes for alive in self.kept(waiting)])
 
     def kept(self, waiting: Iterable[Step]) -> list[torch_compat.StorageAlive]:
-        """Outputs that somebody holds, of steps that are not ``waiting``.
+        """Return the held outputs of steps that are not ``waiting``.
 
-        One number of the latest step is left out: a loop's variable holds its last loss until it
-        has the next, and every plan has room for that.
+        One scalar of the latest step is left out: a variable of the loop holds the last loss until
+        it is assigned the next one, and every plan has room for that.
         """
         with self._lock:
-            self._outputs = [own for own in self._outputs if own[1]]
+            self._outputs = [entry for entry in self._outputs if entry[1]]
             if not self._outputs:
                 return []
-            counted = {step.number for step in waiting}
-            found = [(n, alive) for n, alive in self._outputs if n not in counted]
-        for place, (number, alive) in enumerate(found):
+            excluded = {step.number for step in waiting}
+            outputs = [entry for entry in self._outputs if entry[0] not in excluded]
+        for place, (number, alive) in enumerate(outputs):
             if number == self.latest and alive.nbytes <= SCALAR_BYTES:
-                del found[place]
+                del outputs[place]
                 break
-        return [alive for _, alive in found]
+        return [alive for _, alive in outputs]

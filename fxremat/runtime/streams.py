@@ -1,4 +1,4 @@
-"""The CUDA tier: a stream for each direction, ordered by events alone."""
+"""Transfers on CUDA: one stream for each direction, ordered by events."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Lane:
     """The stream of one direction.
 
     Attributes:
-        stream: what its copies run on.
+        stream: the stream that its copies run on.
     """
 
     stream: torch.cuda.Stream
 
     def wait_for_compute(self, compute: torch.cuda.Stream) -> None:
-        """Run nothing more before all that ``compute`` has been given."""
-        # One of its own for each copy: another thread, on a compute stream of its own, could
-        # record a shared one between these two lines.
+        """Let all further copies wait for everything that is enqueued on ``compute``."""
+        # Each copy has a new event: another thread with another compute stream could record a
+        # shared one between these two lines.
         ready = _new_event()
         ready.record(compute)
         self.stream.wait_event(ready)
@@ -59,7 +59,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 @functools.cache
 def lanes(device_index: int) -> tuple[Lane, Lane]:
-    """A device's lane to host memory, and its lane from it."""
+    """Return a device's lane to host memory, and its lane from it."""
     stream: Any = torch.cuda.Stream
     device = torch.device("cuda", device_index)
     return Lane(stream(device)), Lane(stream(device))
@@ -68,39 +68,39 @@ def lanes(device_index: int) -> tuple[Lane, Lane]:
 class Traffic:
     """The last copies into, or out of, each part of a block, all on one stream.
 
-    It belongs to the block, not to a lease: the host runs ahead of the device, so a
-    lease may end, and the next one begin, while copies of the first are still to run.
+    It belongs to the block, not to a lease: the host runs ahead of the device, so a lease may end,
+    and the next one begin, before the copies of the first have run.
     """
 
     def __init__(self) -> None:
         self._events: dict[tuple[int, int], Any] = {}
 
     def record(self, stream: torch.cuda.Stream, begin: int, end: int) -> Any:
-        """An event after the copy of ``[begin, end)`` that ``stream`` was given last.
+        """Return an event after the latest copy on ``stream``, which is of ``[begin, end)``.
 
-        What that range covers needs no event of its own any more: the stream is in order.
-        The same range has the same event again and again.
+        Since the stream is in order, this event replaces those of the range. A range always has the
+        same event.
         """
         event = self._events.get((begin, end)) or _new_event()
         event.record(stream)
-        # Only now: should that fail, the copies before it are still known. Of a range that this
-        # one meets what is outside of it stays, so that there are no more than parts of a block.
+        # Only after recording, which may fail: earlier copies must not be forgotten. Ranges that
+        # overlap this one are cut, so that there are never more of them than parts of a block.
         met = [key for key in self._events if key[0] < end and begin < key[1]]
         for key in met:
             before, after = (key[0], begin), (end, key[1])
-            own = self._events.pop(key)
-            self._events |= {part: own for part in (before, after) if part[0] < part[1]}
+            cut = self._events.pop(key)
+            self._events |= {part: cut for part in (before, after) if part[0] < part[1]}
         self._events[begin, end] = event
         return event
 
     def hold_back(self, stream: torch.cuda.Stream, begin: int, end: int) -> None:
-        """Make ``stream`` wait for the copies that overlap ``[begin, end)``."""
+        """Let ``stream`` wait for the copies that overlap ``[begin, end)``."""
         for (other_begin, other_end), event in list(self._events.items()):
             if other_begin < end and begin < other_end:
                 stream.wait_event(event)
 
-    def settle(self) -> None:
-        """Have the host wait for all copies. Not in a step: before memory is given up."""
+    def wait_until_copied(self) -> None:
+        """Let the host wait for all copies. Never done in a step, only before memory is freed."""
         for event in list(self._events.values()):
             event.synchronize()
 
@@ -109,8 +109,8 @@ class PinnedBlock(Block):
     """Page-locked memory.
 
     Attributes:
-        written: the copies into it.
-        read: the copies out of it.
+        written: copies into it.
+        read: copies out of it.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -118,8 +118,8 @@ class PinnedBlock(Block):
         self.written, self.read = Traffic(), Traffic()
 
     def _before_unmapping(self, memory: Bytes) -> None:
-        self.written.settle()
-        self.read.settle()
+        self.written.wait_until_copied()
+        self.read.wait_until_copied()
         unpin(memory)
 
 
@@ -130,10 +130,10 @@ class _Copy:
     event: Any
     compute: torch.cuda.Stream
 
-    def settle(self) -> None:
-        """The step is given up, and the memory is free: what comes next there is after the copy.
+    def wait_until_copied(self) -> None:
+        """Let the next user of the device memory wait for the copy, because the step was given up.
 
-        Nobody handles an error of this, so the host waits where the stream cannot be made to.
+        Nobody handles an error of this, so the host waits if the stream cannot.
         """
         try:
             self.compute.wait_event(self.event)
@@ -142,12 +142,12 @@ class _Copy:
 
 
 class StreamLease(Lease):
-    """Transfers on two streams: streams wait for events, the host for nothing.
+    """Transfers on two streams, which wait for events; the host waits for nothing.
 
-    What a copy reads or writes on the device belongs to the compute stream, in whose order
-    the allocator hands memory out. A copy from it is awaited by that stream before it is
-    dropped (:meth:`release`), a copy into it before it is used; so the allocator need not
-    know of the other streams. If a step is given up in between, the drop itself has that
+    The device memory of a copy belongs to the compute stream, in whose order the allocator hands it
+    out. The compute stream waits for a copy from that memory before the memory is freed
+    (:meth:`release`), and for a copy into it before it is used. So the allocator need not know
+    about the other streams. If a step is given up in between, freeing the memory makes the compute
     stream wait.
     """
 
@@ -158,21 +158,21 @@ class StreamLease(Lease):
         self._out, self._in = lanes(device.index)
 
     def _offload(self, source: Tensor, offset: int) -> tuple[_Copy, Any]:
-        """The copy, and a finalizer of what it reads."""
+        """Return the copy, and a finalizer of the storage that it reads."""
         end = offset + source.numel()
-        # The current stream is asked for first: inside a lane's context it is the lane.
+        # Inside a lane's context, the current stream is that of the lane.
         compute = torch.cuda.current_stream(self.device)
         self._out.wait_for_compute(compute)
         self.block.read.hold_back(self._out.stream, offset, end)
         try:
             self._out.copy(self._part(offset, end), source, kind="offload")
             copy = _Copy(self.block.written.record(self._out.stream, offset, end), compute)
-            # It holds no lease: the storage may live on, and the host's memory need not.
+            # The finalizer holds no lease: the storage may outlive the host memory.
             dropped = weakref.finalize(source.untyped_storage(), self._drop, copy, os.getpid())
             dropped.atexit = False
             return copy, dropped
         except BaseException:
-            self._settle_all(self.block.written, self._out.stream, compute)
+            self._wait_for_unfinished(self.block.written, self._out.stream, compute)
             raise
 
     def _release(self, copy: tuple[_Copy, Any]) -> None:
@@ -183,38 +183,38 @@ class StreamLease(Lease):
     def _prefetch(self, fresh: Tensor, offset: int) -> _Copy:
         end = offset + fresh.numel()
         compute = torch.cuda.current_stream(self.device)
-        # The memory of fresh may be that of a tensor which earlier computations still use.
+        # Computations that are enqueued already may still use the memory of ``fresh``.
         self._in.wait_for_compute(compute)
         self.block.written.hold_back(self._in.stream, offset, end)
         try:
             self._in.copy(fresh, self._part(offset, end), kind="prefetch")
             return _Copy(self.block.read.record(self._in.stream, offset, end), compute)
         except BaseException:
-            self._settle_all(self.block.read, self._in.stream, compute)
+            self._wait_for_unfinished(self.block.read, self._in.stream, compute)
             raise
 
     def wait_for(self, copy: _Copy) -> None:
-        """Have the current stream wait for the copy."""
+        """Let the current stream wait for the copy."""
         torch.cuda.current_stream(self.device).wait_event(copy.event)
 
     def abandon(self, copy: _Copy) -> None:
-        """Have the stream that the memory goes back to wait for the copy."""
-        copy.settle()
+        """Let the stream that gets the memory back wait for the copy."""
+        copy.wait_until_copied()
 
-    def _settle_all(
+    def _wait_for_unfinished(
         self, traffic: Traffic, stream: torch.cuda.Stream, compute: torch.cuda.Stream
     ) -> None:
-        """A copy may be under way of which nothing else knows, as what begins one has raised."""
+        """Wait for a copy that may be under way although starting it has raised an error."""
         try:
-            _Copy(traffic.record(stream, 0, self.nbytes), compute).settle()
+            _Copy(traffic.record(stream, 0, self.nbytes), compute).wait_until_copied()
         except RuntimeError:
             stream.synchronize()
 
     @staticmethod
     def _drop(copy: _Copy, process: int) -> None:
-        """Settle ``copy``, whose source was dropped without a release."""
-        if process == os.getpid():  # in a forked child CUDA does not work
-            copy.settle()
+        """Wait for ``copy``, whose source was freed without a release."""
+        if process == os.getpid():  # CUDA does not work in a forked child
+            copy.wait_until_copied()
 
     def _part(self, begin: int, end: int) -> Tensor:
         assert self.block.bytes is not None

@@ -6,12 +6,12 @@ function   what it does
 open_arena lends a step its host memory
 offload    starts to copy a tensor's storage to host memory
 release    returns when that storage may be dropped
-prefetch   starts to copy host memory to a fresh storage
-wait       returns when the fresh storage may be read
+prefetch   starts to copy host memory to a new storage
+wait       returns when the new storage may be read
 ========== ==========================================================================
 
-They return when the order is seen to, in the order of the device: on CUDA the current stream
-waits, on the CPU the thread.
+"Returns when" means in the order of the device: on CUDA the current stream waits, on the CPU the
+thread.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from fxremat.runtime.lease import Arrival
 
 
 def open_arena(arena: int, nbytes: int) -> Tensor:
-    """Lend the memory of one step, uint8, shape ``(nbytes,)``, by the ``id`` of an arena.
+    """Lend the memory of one step, uint8, shape ``(nbytes,)``, from the arena with this id.
 
     Raises:
         TransferError: there is no such arena, or it is smaller.
-        HostMemoryError: earlier steps have all its memory, and more cannot be had.
+        HostMemoryError: earlier steps use all its memory, and no more can be allocated.
     """
     return Arena.find(arena).open(nbytes)
 
 
 def offload(x: Tensor, host: Tensor, offset: int) -> None:
-    """Start to copy the whole storage of ``x``, of which it may be a part, to ``host[offset:]``.
+    """Start to copy the whole storage of ``x``, of which it may be a view, to ``host[offset:]``.
 
     Raises:
         TransferError: it does not fit, or an earlier transfer of the step failed.
@@ -43,9 +43,9 @@ def offload(x: Tensor, host: Tensor, offset: int) -> None:
 
 
 def release(x: Tensor, host: Tensor, offset: int) -> None:
-    """Wait until the storage of ``x`` is in host memory, so that it may be dropped.
+    """Wait until the storage of ``x`` is in host memory, so that it may be freed.
 
-    The caller drops its own names of it next; the runtime has none.
+    The caller then drops its names for it; the runtime has none.
 
     Raises:
         TransferError: nothing was offloaded there, or a transfer of the step failed.
@@ -55,9 +55,9 @@ def release(x: Tensor, host: Tensor, offset: int) -> None:
 
 
 def prefetch(host: Tensor, offset: int, nbytes: int, device: torch.device) -> Tensor:
-    """Start to copy what was offloaded to a fresh storage: uint8, shape ``(nbytes,)``.
+    """Start to copy what was offloaded to a new storage: uint8, shape ``(nbytes,)``.
 
-    That may be larger than what was offloaded, and is on the device where it came from.
+    The storage may be larger than what was offloaded, and is on the device where it came from.
 
     Raises:
         TransferError: more was offloaded there, or a transfer of the step failed.

@@ -1,4 +1,4 @@
-"""Kernels that a user has written for Triton, as operations that change none of their arguments."""
+"""User-written Triton kernels as operations that modify none of their arguments."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from torch import Tensor
 from fxremat import torch_compat
 
 DIGITS = 12
-"""Digits of its digest in the name of a launch."""
+"""How many digits of its digest are in the name of a launch."""
 
 Made = tuple[Sequence[int], Sequence[int], torch.dtype, Any]
-"""A tensor that a launch makes before it writes to it: shape, strides, dtype, and the number that
-all elements are, or ``None``: any. It is made where the other arguments are."""
+"""A tensor that a launch allocates before it writes to it: shape, strides, dtype, and the value of
+all elements, or ``None`` if they are not initialized. Its device is that of the other arguments."""
 
 
 class Launch:
-    """Launches a kernel that writes to copies of its arguments, and returns these.
+    """Launches a kernel that writes to copies of its arguments, and returns these copies.
 
-    Equal launches are one object, see :func:`launch_of`: its name is another for any other kernel,
-    whatever place the kernel has in a table of the process.
+    Equal launches are one object, see :func:`launch_of`. The name is unique to the kernel, and does
+    not depend on tables of the process.
 
     Args:
-        kernel: the name of the function that a user has written.
-        digest: the same in any process: of the kernel and all that is below.
+        kernel: name of the user's function.
+        digest: a digest of the kernel and all other arguments, equal in all processes.
         run: launches the kernel, which writes to the tensors that it is given.
-        names: of the arguments that a graph holds.
+        names: names of the arguments that are in a graph.
         written: names of the tensors that the kernel writes to.
-        tuned: the first launch tries out several configurations.
-        repeatable: a second launch leaves the same bits as the first.
-        made: names of tensors that the launch makes, where a caller gives a description.
+        tuned: whether the first launch tries several configurations.
+        repeatable: whether a second launch computes the same bits as the first.
+        made: names of tensors that the launch allocates, for which a caller passes a description.
 
-    It takes the grid, how descriptors are made, and the arguments in the order of ``names``: in
-    place of a tensor that is made a ``Made``. It returns the tensors of ``written``, or the only
-    one.
+    A call takes the grid, how descriptors are made, and the arguments in the order of ``names``,
+    with a ``Made`` in place of each allocated tensor. It returns the tensors of ``written``, or the
+    only one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Launch:
             _LAUNCHES.setdefault(digest, self)
 
     def making(self, names: Sequence[str]) -> Launch:
-        """The launch of this kernel that makes the tensors of ``names`` itself."""
+        """Return the launch of this kernel that allocates the tensors of ``names`` itself."""
         text = f"{self.digest} makes {sorted(names)}"
         digest = hashlib.sha256(text.encode()).hexdigest()
         return launch_of(digest) or Launch(
@@ -82,11 +82,11 @@ class Launch:
         return self.__name__
 
     def __call__(self, grid: Sequence[Any], descriptors: Mapping[str, Any], *given: Any) -> Any:
-        """Launch it."""
+        """Launch the kernel."""
         arguments = dict(zip(self.names, given, strict=True))
         for name in self.names:
             if name in self.made:
-                arguments[name] = _made(arguments[name], near=given)
+                arguments[name] = _allocate(arguments[name], near=given)
             elif name in self.written:
                 arguments[name] = torch_compat.clone_with_strides(arguments[name])
             else:
@@ -96,21 +96,21 @@ class Launch:
         return results[0] if len(results) == 1 else results
 
     def tune(self, grid: Sequence[Any], descriptors: Mapping[str, Any], *given: Any) -> None:
-        """Have Triton choose a configuration for such arguments, by many launches.
+        """Let Triton choose a configuration for such arguments, by many launches.
 
-        That takes device memory for a while, and none of the arguments is changed.
+        This takes device memory for a while, and modifies none of the arguments.
         """
         self(grid, descriptors, *given)
         self._tuned_for.add(tuple(map(_tuning_key, given)))
 
     def is_tuned_for(self, _grid: object, _descriptors: object, *given: Any) -> bool:
-        """Whether a configuration was chosen for arguments like these; they may have no data."""
+        """Return whether a configuration was chosen for such arguments, which may have no data."""
         chosen = self._run.has_choices and tuple(map(_tuning_key, given)) in self._tuned_for
         return chosen or not self.tuned
 
 
-def _made(description: Made, *, near: Sequence[Any]) -> Tensor:
-    """The tensor that is described, on the device of those ``near`` it."""
+def _allocate(description: Made, *, near: Sequence[Any]) -> Tensor:
+    """Allocate the tensor that is described, on the device of those ``near`` it."""
     shape, stride, dtype, fill = description
     device = next(other.device for other in near if isinstance(other, Tensor))
     made = torch.empty_strided(_plain(shape), _plain(stride), dtype=dtype, device=device)
@@ -118,7 +118,7 @@ def _made(description: Made, *, near: Sequence[Any]) -> Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers that follow the sizes of a step as what they are now: Triton looks at their type."""
+    """Replace symbolic numbers by their present values, because Triton looks at types."""
     if isinstance(value, (tuple, list)):
         items = map(_plain, value)
         return tuple(items) if isinstance(value, tuple) else list(items)
@@ -132,7 +132,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tuning_key(value: Any) -> object:
-    """What a choice may depend on."""
+    """Return what the choice of a configuration may depend on."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), tuple(value.stride())
     return str(_plain(value))
@@ -143,5 +143,5 @@ _lock = threading.Lock()
 
 
 def launch_of(digest: str) -> Launch | None:
-    """The launch with this digest, if there is one in this process."""
+    """Return the launch of this process with this digest, if there is one."""
     return _LAUNCHES.get(digest)

@@ -1,4 +1,4 @@
-"""Tensors that look at memory which is there."""
+"""Tensors that are views of existing memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxremat import torch_compat
 def look(
     base: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
 ) -> torch.Tensor:
-    """A view of what ``base`` lies in, from ``offset`` elements behind its first one."""
+    """Return a view of the storage of ``base``, from ``offset`` elements after its first one."""
     return _reinterpret(base, shape, stride, offset)
 
 
@@ -26,6 +26,6 @@ def tensor_in(
     stride: Sequence[int],
     offset: int,
 ) -> torch.Tensor:
-    """The tensor that lies in ``memory`` (``uint8``) at ``offset``, counted in its elements."""
+    """Return the tensor that lies in ``memory`` (``uint8``) at ``offset``, in its own elements."""
     whole = memory.numel() - memory.numel() % dtype.itemsize
     return memory[:whole].view(dtype).as_strided(size, stride, offset)

@@ -1,4 +1,4 @@
-"""Seams into the transfers: what each really took, and a way to stand in for a copy."""
+"""Hooks into transfers: record when they ran, or replace a copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 Kind = Literal["offload", "prefetch"]
 
 Interceptor = Callable[[Callable[[], None]], None]
-"""Called with a copy, in the place of the copy: calls it sooner, later, or not at all."""
+"""Called with a copy in place of running it; may run it earlier, later, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class TransferRecord:
 
     Attributes:
         kind: to host memory (``offload``) or from it (``prefetch``).
-        nbytes: what it moved.
+        nbytes: number of bytes.
         begin_s: when the copy began, on the clock of ``time.perf_counter``.
         end_s: when it had ended.
     """
@@ -37,7 +37,7 @@ class Timed(Protocol):
     """A transfer under way whose times can be asked for."""
 
     def record(self) -> TransferRecord | None:
-        """Its times, once it has ended; ``None`` if it failed. Waits for it."""
+        """Wait for the transfer, and return its times; ``None`` if it failed."""
 
 
 class _Recorder:
@@ -47,26 +47,26 @@ class _Recorder:
 
 _recorders: list[_Recorder] = []
 interceptors: list[Interceptor] = []
-"""The last of them is called in the place of every copy: tests delay copies, or make them fail."""
+"""The last of them runs in place of every copy. Tests delay copies, or make them fail."""
 
 
 def recording() -> bool:
-    """Whether somebody wants the times of transfers that begin now."""
+    """Return whether the times of transfers that begin now are recorded."""
     return bool(_recorders)
 
 
 def started(transfer: Timed) -> None:
-    """Note a transfer that was begun while :func:`recording`."""
+    """Note a transfer that began while :func:`recording`."""
     for recorder in _recorders:
         recorder.transfers.append(transfer)
 
 
 @contextlib.contextmanager
 def record_transfers() -> Iterator[list[TransferRecord]]:
-    """Record the transfers that are started inside, in the order in which they began.
+    """Record the transfers that start inside, in the order in which they began.
 
-    The list that is yielded is filled on leaving, which waits for the transfers. On CUDA
-    the times are those of events on the streams of the transfers.
+    The list that is yielded is filled on leaving, which waits for the transfers. On CUDA the times
+    are those of events on the streams of the transfers.
 
     Example:
         >>> with record_transfers() as events:
@@ -80,12 +80,12 @@ def record_transfers() -> Iterator[list[TransferRecord]]:
         yield records
     finally:
         _recorders.remove(recorder)
-        found = (transfer.record() for transfer in recorder.transfers)
-        records.extend(sorted((r for r in found if r is not None), key=lambda r: r.begin_s))
+        times = (transfer.record() for transfer in recorder.transfers)
+        records.extend(sorted((r for r in times if r is not None), key=lambda r: r.begin_s))
 
 
 def perform(copy: Callable[[], None]) -> None:
-    """Run ``copy``, or what stands in for it."""
+    """Run ``copy``, or the interceptor in place of it."""
     if interceptors:
         interceptors[-1](copy)
     else:
@@ -93,13 +93,13 @@ def perform(copy: Callable[[], None]) -> None:
 
 
 def timed_event() -> Any:
-    """An event of CUDA that tells times."""
+    """Return a CUDA event that measures time."""
     event: Any = torch.cuda.Event
     return event(enable_timing=True)
 
 
 class CudaTimes:
-    """Two timing events around a copy on a stream, and one that ties them to the host's clock."""
+    """Two timing events before and after a copy, and one that relates them to the host's clock."""
 
     def __init__(self, kind: Kind, nbytes: int, stream: torch.cuda.Stream) -> None:
         self._kind: Kind = kind
@@ -108,15 +108,15 @@ class CudaTimes:
         self._begin, self._end = timed_event(), timed_event()
 
     def begin(self) -> None:
-        """The copy is enqueued next."""
+        """Record the event before the copy, which is enqueued next."""
         self._begin.record(self._stream)
 
     def end(self) -> None:
-        """The copy has been enqueued."""
+        """Record the event after the copy, which has been enqueued."""
         self._end.record(self._stream)
 
     def record(self) -> TransferRecord:
-        """The times of the copy, for which this waits."""
+        """Wait for the copy, and return its times."""
         self._end.synchronize()
         now = timed_event()
         now.record(self._stream)

@@ -1,4 +1,4 @@
-"""The CPU tier: a thread that copies to host memory and back, one transfer at a time."""
+"""Transfers on the CPU: a thread that copies to host memory and back, one transfer at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fxremat.runtime.memory import Block, Bytes
 from fxremat.units import format_bytes
 
 _POLL_S = 1.0
-"""How often one who waits looks for himself: an interrupt may have lost what he was told."""
+"""How often a waiting thread checks by itself: an interrupt may have lost the signal."""
 
 _LAST_COPY_S = 10.0
 """How long the interpreter's exit waits for a copy that is under way."""
@@ -36,15 +36,15 @@ class Transfer:
         self.nbytes = source.nbytes
         self._ends: tuple[Bytes, Bytes] | None = (source, target)
         self._lease: WorkerLease | None = lease
-        # A queue and a flag: an interrupt inside an Event would leave that locked, and the
-        # worker waiting for it for good.
+        # A queue and a flag, because an interrupt inside an Event would leave it locked, and the
+        # worker would wait forever.
         self._ended = False
-        self._ends_told: SimpleQueue[None] = SimpleQueue()
+        self._end_signals: SimpleQueue[None] = SimpleQueue()
         self._times: tuple[float, float] | None = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Copy, unless a transfer of the same step failed before. In the worker."""
+        """Copy, unless an earlier transfer of the step failed. Called by the worker."""
         assert self._lease is not None
         if self._lease.failure is not None:
             self.fail(self._lease.failure)
@@ -52,15 +52,15 @@ class Transfer:
         begin_s = time.perf_counter()
         try:
             watch.perform(self._copy)
-        except BaseException as error:  # a worker that ended would be waited for
+        except BaseException as error:  # otherwise the thread would end
             self.fail(error)
         else:
             self._times = (begin_s, time.perf_counter())
             self._finish()
 
     def fail(self, error: BaseException) -> None:
-        """There will be no copy, nor any later one of the step."""
-        # Its frames hold the arrays and the lease.
+        """Fail this transfer and all later ones of the step."""
+        # The frames of the traceback hold the arrays and the lease.
         self._error = error.with_traceback(None)
         if self._lease is not None and self._lease.failure is None:
             self._lease.failure = self._error
@@ -72,45 +72,45 @@ class Transfer:
         Raises:
             TransferError: it was not made, and will not be.
         """
-        self._end()
+        self._wait_until_ended()
         if self._error is not None:
             raise failed(self.kind, self.nbytes, self._error) from self._error
 
     def record(self) -> watch.TransferRecord | None:
-        """When it ran, once it has; ``None`` if it failed."""
-        self._end()
+        """Wait for the copy, and return its times; ``None`` if it failed."""
+        self._wait_until_ended()
         if self._times is None:
             return None
         return watch.TransferRecord(self.kind, self.nbytes, *self._times)
 
-    def _end(self) -> None:
+    def _wait_until_ended(self) -> None:
         while not self._ended:
             with contextlib.suppress(Empty):
-                self._ends_told.get(timeout=_POLL_S)
-                self._ends_told.put(None)  # for others who wait
+                self._end_signals.get(timeout=_POLL_S)
+                self._end_signals.put(None)  # for other waiting threads
 
     def _copy(self) -> None:
         assert self._ends is not None
         source, target = self._ends
-        # One memcpy that lets other threads run; tensors would be copied by a pool of
-        # threads of their own, beside that of the computations.
+        # One memcpy that releases the GIL; copying tensors would start another pool of threads
+        # in addition to that of the computations.
         np.copyto(target, source)
 
     def _finish(self) -> None:
-        # Before anybody is told: whoever waits may drop the tensor next, and its memory
-        # must be free then, in that thread.
+        # Before the signal: the waiting thread may drop the tensor next, which must then free
+        # its memory.
         self._ends = None
         self._lease = None
         self._ended = True
-        self._ends_told.put(None)
+        self._end_signals.put(None)
 
 
 class Worker:
-    """A daemon thread that makes the copies of the process in the order they are submitted.
+    """A daemon thread that makes the copies of the process in the order of submission.
 
-    One a process and not one an arena: what copies share is the machine's memory bus, so
-    one transfer at a time is what the cost model assumes, and it makes slots safe to
-    reuse: a copy into one comes after the copy that reads it, whatever step each is of.
+    There is one per process, not per arena. Copies share the memory bus of the machine, so the cost
+    model assumes that they run one at a time. It also makes slots safe to reuse: a copy into a slot
+    comes after the copy that reads it, even if they belong to different steps.
     """
 
     def __init__(self) -> None:
@@ -120,16 +120,16 @@ class Worker:
         self._thread.start()
 
     def submit(self, transfer: Transfer) -> None:
-        """Have ``transfer`` made after all that were submitted before."""
+        """Make ``transfer`` after all that were submitted earlier."""
         if watch.recording():
             watch.started(transfer)
         if self._stopped:
-            transfer.fail(RuntimeError(_EXITS))
+            transfer.fail(RuntimeError(_EXITING))
         else:
             self._queue.put(transfer)
 
     def stop(self) -> None:
-        """End it after the copy that is under way, and wait for that."""
+        """Wait for the copy that is under way, and end the thread."""
         self._stopped = True
         self._queue.put(None)
         self._thread.join(_LAST_COPY_S)
@@ -139,24 +139,24 @@ class Worker:
             pass
 
     def _next(self) -> bool:
-        """Make the next copy. What it holds on to is dropped on return."""
+        """Make the next copy; on return no reference to it is left."""
         transfer = self._queue.get()
         if transfer is None:
             return False
         if self._stopped:
-            transfer.fail(RuntimeError(_EXITS))
+            transfer.fail(RuntimeError(_EXITING))
         else:
             transfer.run()
         return True
 
 
-_EXITS = "the interpreter exits"
+_EXITING = "the interpreter exits"
 _current: list[Worker] = []
 _starting = threading.Lock()
 
 
 def current_worker() -> Worker:
-    """The worker of the process, started where it is first asked for."""
+    """Return the worker of the process, which is started on first use."""
     with _starting:
         if not _current:
             _current.append(Worker())
@@ -164,7 +164,7 @@ def current_worker() -> Worker:
 
 
 def _forget() -> None:
-    """In a forked child: the thread is the parent's alone, and another may hold the lock."""
+    """Forget, in a forked child, the parent's thread, and the lock that another thread may hold."""
     global _starting  # noqa: PLW0603
     _starting = threading.Lock()
     _current.clear()
@@ -176,13 +176,13 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _stop() -> None:
-    # A thread that is copying while the interpreter takes its memory away would crash it.
+    # A copy that runs while the interpreter frees its memory would crash.
     for worker in _current:
         worker.stop()
 
 
 def failed(kind: str, nbytes: int, error: BaseException) -> TransferError:
-    """The error of a step one of whose transfers was not made."""
+    """Return the error of a step one of whose transfers failed."""
     return TransferError(
         f"the {kind} of {format_bytes(nbytes)} was not made: {type(error).__name__}: {error}. "
         "The step cannot go on; its results must not be used. Repeat it"
@@ -190,7 +190,7 @@ def failed(kind: str, nbytes: int, error: BaseException) -> TransferError:
 
 
 class WorkerLease(Lease):
-    """Transfers by the worker; who needs one waits for it.
+    """Transfers by the worker, for which the computing thread waits.
 
     Attributes:
         failure: why a transfer of the step failed; all later ones then fail, too.
@@ -217,7 +217,7 @@ class WorkerLease(Lease):
         self._raise_failure("prefetch", copy.nbytes)
 
     def abandon(self, copy: Transfer) -> None:
-        """Do nothing: the worker holds what it copies to until it has."""
+        """Do nothing: the worker keeps the target of the copy alive until it is done."""
 
     def _submit(self, kind: watch.Kind, source: Bytes, target: Bytes) -> Transfer:
         self._raise_failure(kind, source.nbytes)

@@ -1,8 +1,8 @@
-"""The only room that touches private torch names.
+"""The only package that uses private names of torch.
 
-Each file wraps one part of torch; callers write ``torch_compat.NAME``. Checked on torch
-2.11.0, 2.13.0 and 2.15.0; the supported range is 2.11 to 2.15. When another torch breaks
-something, the repair belongs here.
+Each file wraps one part of torch; callers write ``torch_compat.NAME``. The supported versions are
+2.11 to 2.15; it was tested with torch 2.11.0, 2.13.0 and 2.15.0. If another version breaks
+something, it is fixed here.
 """
 
 from fxremat.torch_compat.allocator import *  # noqa: F403

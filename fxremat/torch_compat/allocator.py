@@ -15,21 +15,23 @@ from fxremat.torch_compat.storages import dense_parts
 
 
 def allocator_settings() -> dict[str, Any] | None:
-    """Settings of torch's caching allocator of CUDA, by the names of its snapshot.
+    """Return the settings of torch's caching allocator for CUDA, by the names in its snapshot.
 
-    ``None`` where another one is in use: the driver's (``cudaMallocAsync``) or a plugged-in one.
+    Returns ``None`` if another allocator is in use: the driver's (``cudaMallocAsync``) or a
+    plugged-in one.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return None
     snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
-    found: dict[str, Any] = snapshot.get("allocator_settings", {})
-    return found
+    settings: dict[str, Any] = snapshot.get("allocator_settings", {})
+    return settings
 
 
 def counted_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Bytes that CUDA's allocator has handed out: now, and the most since its user reset that.
+    """Return the bytes that CUDA's allocator has handed out: now, and the peak so far.
 
-    ``None`` where nothing is counted: on a CPU, and by an allocator that is plugged in.
+    The peak is since its last reset by the user. Returns ``None`` if nothing is counted: on a CPU,
+    and by a plugged-in allocator.
     """
     if device.type != "cuda" or torch.cuda.get_allocator_backend() == "pluggable":
         return None
@@ -38,7 +40,7 @@ def counted_bytes(device: torch.device) -> tuple[int, int] | None:
 
 
 def slack_bytes(device: torch.device) -> int:
-    """By how much all blocks that CUDA's allocator has handed out are larger than was asked for."""
+    """Return by how many bytes all blocks of CUDA's allocator are larger than requested."""
     if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
         return 0
     counts = torch.cuda.memory_stats_as_nested_dict(device)
@@ -47,37 +49,37 @@ def slack_bytes(device: torch.device) -> int:
 
 
 def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> list[tuple[int, int]]:
-    """Bytes of each block of CUDA's allocator that has one of ``tensors``, and those asked for."""
+    """Return sizes of blocks of CUDA's allocator that have one of ``tensors``, and of requests."""
     parts = [part for t in tensors if t.device == device for part in dense_parts(t)]
-    own = {part.untyped_storage().data_ptr() for part in parts}
+    addresses = {part.untyped_storage().data_ptr() for part in parts}
     snapshot: Any = torch.cuda.memory_snapshot
     segments = (s for s in snapshot() if s["device"] == device.index)
     return [
         (block["size"], block["requested_size"])
         for segment in segments
         for block in segment["blocks"]
-        if block["address"] in own
+        if block["address"] in addresses
     ]
 
 
 class AllocationLog:
     """A log of what a device's allocator does between entering and leaving the context.
 
-    On CUDA it has the blocks that are handed out, and no statistics are reset for it. It is
-    the profiler of its thread, which has one. While it is open, its thread and the backwards that
-    this thread starts record no operators, since recording one takes longer than most operators of
-    a small step. An observer of the user's that is no profile, such as an
+    On CUDA it has the blocks that are handed out; no statistics are reset for it. It is the
+    profiler of its thread, which can have one only. While it is open, its thread and the backwards
+    that this thread starts record no operators, because recording one takes longer than most
+    operators of a small step. An observer of the user that is no profiler, such as an
     ``ExecutionTraceObserver``, does not see them either.
 
     Args:
-        device: whose allocator.
-        make_way: ends this log when another one, or a profile of the user's, begins in its
-            thread; ``None``: it does not make way.
+        device: the device of the allocator.
+        make_way: ends this log when another one, or a profiler of the user, starts in its thread;
+            ``None``: it does not make way.
 
     Attributes:
-        events: after leaving, ``(mark, signed bytes)`` of each allocation and release
-            in order, where ``mark`` is the last name passed to :meth:`mark`; one of 0 bytes
-            where it was.
+        events: after leaving, ``(mark, signed bytes)`` of each allocation and release, in order,
+            where ``mark`` is the last name passed to :meth:`mark`. A mark itself is an event of 0
+            bytes.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class AllocationLog:
         return self
 
     def mark(self, name: str) -> None:
-        """Name what follows, in the log's thread or a backward that it started."""
+        """Name the events that follow, in the log's thread or in a backward that it started."""
         active: Any = torch._C._autograd._profiler_type
         if active() != torch._C._profiler.ActiveProfilerType.LEGACY:
             return
@@ -118,7 +120,7 @@ class AllocationLog:
         _record_operators(False)
 
     def forget(self) -> None:
-        """Drop a log of a thread that is gone, and its profiler with it."""
+        """Drop a log whose thread has ended, and its profiler with it."""
         _making_way.pop(self, None)
         _let_profiles_begin()
 
@@ -138,23 +140,23 @@ class AllocationLog:
                 self.events.append((current, 0))
             elif kind == "memory_alloc":
                 change = record.cuda_memory_usage() if self._on_cuda else record.cpu_memory_usage()
-                if change:  # none: of the other device
+                if change:  # 0 for events of the other device
                     self.events.append((current, change))
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes at any instant, less those at the start; never negative."""
+        """Peak of the bytes, less those at the start; never negative."""
         return max(0, *accumulate(change for _mark, change in self.events), 0)
 
 
 @contextlib.contextmanager
 def noted_bytes(device: torch.device, note: Callable[[int], object]) -> Iterator[None]:
-    """Call ``note`` at the end with the most bytes that were held at once on ``device``, less those
-    at the start; also where an exception ends it.
+    """Call ``note`` at the end with the peak of the bytes on ``device``, less those at the start.
 
-    They are 0 where a profiler is active, which sees the allocator instead.
+    It is also called if an exception is raised. The peak is 0 if a profiler is active.
 
-    Ensures: the cache of CUDA's allocator is empty.
+    Ensures:
+        The cache of CUDA's allocator is empty.
     """
     log = AllocationLog(device)
     try:
@@ -176,7 +178,7 @@ def _record_operators(is_on: bool) -> None:
 _MARK = "fxremat mark "  # no operator's name begins so
 
 _making_way: dict[AllocationLog, Callable[[], None]] = {}
-"""Logs that go on until another one is needed in their thread."""
+"""Logs that end when another one is needed in their thread."""
 
 
 def _make_way() -> None:
@@ -185,13 +187,13 @@ def _make_way() -> None:
 
 
 _profile_begins: dict[str, Callable[..., Any]] = {}
-"""What torch calls where a profile of the user's begins, as long as logs would be in its way."""
+"""The functions of torch that begin a profile, while they are wrapped."""
 
 _profiles = threading.Lock()
 
 
 def _let_profiles_begin() -> None:
-    """Have logs make way before a profile of the user's begins, as long as there are logs."""
+    """Let logs make way before a profile of the user begins, as long as there are logs."""
     from torch.autograd import profiler  # noqa: PLC0415
 
     module: Any = profiler

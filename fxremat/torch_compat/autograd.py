@@ -1,4 +1,4 @@
-"""Autograd's engine: before, while and after a backward runs, and what waits for it."""
+"""Autograd's engine: before, during and after a backward, and what waits for it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def before_backward(outputs: Iterable[object], check: Callable[[object], None]) 
     Gradients are enabled there exactly if the backward is to be differentiated.
 
     Args:
-        outputs: of the compiled graph.
-        check: is called with the gradients of the outputs.
+        outputs: outputs of the compiled graph.
+        check: called with the gradients of the outputs.
     """
     for leaf in outputs:
         node: Any = leaf.grad_fn if isinstance(leaf, torch.Tensor) else None
@@ -27,7 +27,7 @@ def before_backward(outputs: Iterable[object], check: Callable[[object], None]) 
 
 
 def before_each_backward(outputs: object, call: Callable[[], None]) -> bool:
-    """Call ``call`` before a backward goes on from any of ``outputs``, in its thread.
+    """Call ``call`` before a backward continues from any of ``outputs``, in its thread.
 
     Returns whether any of them has a gradient function.
     """
@@ -41,21 +41,21 @@ def before_each_backward(outputs: object, call: Callable[[], None]) -> bool:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Have ``call`` called once the backward that runs has ended, which raises what it raises."""
+    """Call ``call`` after the running backward has ended, which raises the errors of ``call``."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
 
 
 def current_backward() -> int:
-    """The number of the backward that this thread runs; -1 outside any."""
+    """Return the number of the backward that this thread runs; -1 outside of any."""
     return int(torch._C._current_graph_task_id())
 
 
 def drop_failed_backward() -> None:
-    """Free what a backward of this thread that raised has left behind.
+    """Free what a backward of this thread that raised an error has left.
 
-    Its nodes that were ready to run stay in the thread's queue, and with them all that the graph
-    has saved, until the next backward finds that theirs is gone. This is one, of nothing.
+    Nodes that were ready to run stay in the thread's queue, and keep everything that the graph has
+    saved, until the next backward notices. This function runs one of an empty graph.
     """
     if current_backward() < 0:
         with torch.inference_mode(False), torch.enable_grad():
@@ -63,30 +63,30 @@ def drop_failed_backward() -> None:
 
 
 def is_profiled() -> bool:
-    """Whether a profiler is on in this thread, or where its backward was asked for."""
+    """Return whether a profiler is active in this thread or the one that started its backward."""
     enabled: Any = torch._C._autograd._profiler_enabled
     return bool(enabled())
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs was asked for with ``retain_graph``."""
+    """Return whether the running backward was called with ``retain_graph``."""
     asked: Any = torch._C._autograd._get_current_graph_task_keep_graph
     return bool(asked())
 
 
 def next_nodes() -> list[Any]:
-    """Nodes of autograd's graph that get the gradients of the node which runs now.
+    """Return the nodes of autograd's graph that get the gradients of the node that runs now.
 
-    One for each tensor that went into it; ``None`` for what needs no gradient.
+    There is one for each input tensor, and ``None`` for inputs that need no gradient.
     """
     node: Any = torch._C._current_autograd_node()
     return [function for function, _ in node.next_functions]
 
 
 def will_accumulate(node: Any) -> bool | None:
-    """Whether the backward that runs accumulates into a leaf, whose node this is.
+    """Return whether the running backward accumulates into a leaf, given its node.
 
-    ``None``: it returns the gradient instead (``torch.autograd.grad``), or none runs.
+    Returns ``None`` if it returns the gradient instead (``torch.autograd.grad``), or if none runs.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -95,10 +95,10 @@ def will_accumulate(node: Any) -> bool | None:
 
 
 def all_accumulate(nodes: Iterable[Any]) -> bool:
-    """Whether the backward that runs goes on to all nodes, as it does where nobody named inputs.
+    """Return whether the running backward reaches all nodes, as it does unless inputs are named.
 
     Args:
-        nodes: ``None`` among them is none.
+        nodes: nodes; ``None`` is ignored.
     """
     try:
         return all(map(torch._C._will_engine_execute_node, filter(None, nodes)))
@@ -107,18 +107,18 @@ def all_accumulate(nodes: Iterable[Any]) -> bool:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How often each tensor was written to; -1 where that is not counted."""
+    """Return how often each tensor was modified; -1 if that is not counted."""
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:  # there are inference tensors
+    except RuntimeError:  # some are inference tensors
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def saved_elsewhere() -> bool:
-    """Whether hooks put other tensors in place of those that autograd saves now.
+    """Return whether hooks replace the tensors that autograd saves now.
 
-    Not those of ``torch.utils.checkpoint``: they run the forward again, and what it saved the
-    first time must go.
+    Hooks of ``torch.utils.checkpoint`` do not count: they run the forward again, and what it saved
+    the first time must be freed.
     """
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks
     hooks = top(False)
@@ -126,10 +126,10 @@ def saved_elsewhere() -> bool:
 
 
 def in_transform() -> bool:
-    """Whether a transform of ``torch.func`` runs, whose tensors have no storage of their own."""
+    """Return whether a transform of ``torch.func`` runs, whose tensors have no storage."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def free_saved(ctx: Any) -> None:
-    """In the backward of a function: it holds the tensors that it saved no longer."""
+    """Free the tensors that a function has saved, in its backward."""
     ctx.maybe_clear_saved_tensors()

@@ -1,4 +1,4 @@
-"""The user's code on the stack: where it calls, and warnings that point at it."""
+"""The user's code on the stack: where it calls, and warnings that point to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_THE_USERS = (
 )
 
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)(?:, in .*(?:\n(?! *File ")(.*))?)?$', re.M)
-"""A frame in the text of a traceback: a file, a line, and its code if that is there."""
+"""A frame in the text of a traceback: a file, a line, and its code if it is included."""
 
 _PYTHONS = str(Path(os.__file__).parent) + os.sep
 
@@ -31,7 +31,7 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 def user_line() -> str:
     """Return the innermost line outside this package and installed ones, as ``"train.py:12"``.
 
-    Where there is none, that outside this package and torch; or ``""``.
+    If there is none, return the innermost line outside this package and torch, or ``""``.
     """
     frame, _depth = _user_frame()
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -45,14 +45,14 @@ class SourceLine(NamedTuple):
     code: str
 
     def __str__(self) -> str:
-        """As Python writes it, with the code behind it."""
+        """Format it as Python does, followed by the code."""
         return f'  File "{self.file}", line {self.number}' + f": {self.code}" * bool(self.code)
 
 
 def user_lines(trace: str) -> list[SourceLine]:
     """Return the lines in the text of a traceback that are outside this package and torch.
 
-    Each is named once, the innermost last.
+    Each is listed once, the innermost last.
     """
     lines = [
         SourceLine(file, int(number), code.strip())
@@ -68,35 +68,35 @@ def described_lines(node: fx.Node) -> str:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that names the line :func:`user_line` does.
+    """Issue a warning that points to the line that :func:`user_line` returns.
 
-    In a thread that runs none of the user's code, as that of a device's backward, it names the
-    outermost line.
+    In a thread without user code, such as that of a device's backward, it points to the outermost
+    line.
     """
     _frame, depth = _user_frame()
     warnings.warn(message, category, stacklevel=depth)
 
 
 def _user_frame() -> tuple[FrameType | None, int]:
-    """The frame of the user's innermost line, and how many calls it is from the caller of this."""
+    """Return the frame of the user's innermost line, and its distance from the caller."""
     frame: FrameType | None = sys._getframe(1)
-    found: tuple[FrameType | None, int] = None, 1
+    installed: tuple[FrameType | None, int] = None, 1
     depth = 0
     while frame is not None:
         depth += 1
-        whose = _whose(frame.f_code.co_filename)
-        if whose == "the user's":
+        origin = _origin(frame.f_code.co_filename)
+        if origin == "user":
             return frame, depth
-        if whose == "installed" and found[0] is None:
-            found = frame, depth
+        if origin == "installed" and installed[0] is None:
+            installed = frame, depth
         frame = frame.f_back
-    return found if found[0] is not None else (None, depth)
+    return installed if installed[0] is not None else (None, depth)
 
 
 @functools.cache
-def _whose(file: str) -> str:
+def _origin(file: str) -> str:
     if file.startswith(_NOT_THE_USERS):
         return "ours"
     if _INSTALLED.intersection(Path(file).parts):
         return "installed"
-    return "ours" if file.startswith(_PYTHONS) else "the user's"
+    return "ours" if file.startswith(_PYTHONS) else "user"

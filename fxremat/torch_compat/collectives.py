@@ -1,7 +1,7 @@
-"""Operations of a graph that wait for other processes.
+"""Collectives: operations of a graph that wait for other processes.
 
-Private names, checked on 2.13: namespaces of functional collectives, the order of their arguments,
-``distributed_c10d._resolve_process_group``.
+Private names, checked with torch 2.13: namespaces of functional collectives, the order of their
+arguments, ``distributed_c10d._resolve_process_group``.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ import torch
 from torch import Tensor, fx
 
 HELD_LATE = 3
-"""Buffers of collectives that threads of a CPU's process group hold until they are next at work:
-so many were seen on a busy machine."""
+"""How many buffers of collectives the threads of a CPU's process group hold until they run again.
+This many were observed on a busy machine."""
 
 _NAMESPACES = ("_c10d_functional", "_dtensor")
 
 PING_BYTES = 4096, 1 << 20
-"""Of what is sent to find how fast processes reach each other."""
+"""Sizes of the messages that measure how fast processes reach each other."""
 
 PINGS = 3
-"""How often: the same number in each process, whatever a clock says."""
+"""How often each message is sent: the same number in each process, whatever the clock says."""
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether it is called by all processes of a group, or waits for such a call."""
+    """Return whether ``node`` is called by all processes of a group, or waits for such a call."""
     return node.op == "call_function" and getattr(node.target, "namespace", "") in _NAMESPACES
 
 
 def is_shared(node: fx.Node) -> bool:
-    """Whether other processes take part in it: a group may be of this process only."""
+    """Return whether other processes take part in ``node``: a group may be this process only."""
     if not is_collective(node):
         return False
     group = group_of(awaited(node) if is_wait(node) else node)
-    if group is None:  # what began it is not in the graph
+    if group is None:  # the collective it waits for is not in the graph
         return torch.distributed.get_world_size() > 1
     distributed_c10d: Any = torch.distributed.distributed_c10d
     return int(distributed_c10d._resolve_process_group(group).size()) > 1
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether it returns what it is given, once others have sent their parts."""
+    """Return whether ``node`` waits for a collective and returns its result."""
     return is_collective(node) and _name(node.target) == "wait_tensor"
 
 
 def awaited(wait: fx.Node) -> fx.Node:
-    """The collective that it waits for."""
+    """Return the collective that ``wait`` waits for."""
     node = wait.all_input_nodes[0]
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The name of a collective's process group; ``None``: it is none, or waits for one."""
+    """Return the name of a collective's process group; ``None`` for waits and other operations."""
     if not is_collective(node) or is_wait(node):
         return None
     schema: Any = node.target._schema  # type: ignore[union-attr]
@@ -64,9 +64,10 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def alone(target: Any) -> Any:
-    """A function in place of a collective that no other process takes part in: its results are as
-    large, and it takes as long as this process works. Any other function is returned as it is;
-    ``None``: there is none for this collective.
+    """Return a function that replaces a collective without involving other processes.
+
+    Its results are as large, and it takes the time that this process works. Functions that are no
+    collectives are returned as they are. Returns ``None`` if there is no replacement.
     """
     if getattr(target, "namespace", "") not in _NAMESPACES:
         return target
@@ -74,9 +75,9 @@ def alone(target: Any) -> Any:
 
 
 def ping_s(group_name: str, device: torch.device) -> tuple[float, float]:
-    """Seconds of a collective of no bytes, and of each byte.
+    """Measure the seconds of a collective without bytes, and the seconds per byte.
 
-    All processes of the group must call it. The number of calls is always the same.
+    All processes of the group must call this function. The number of calls is always the same.
     """
     distributed_c10d: Any = torch.distributed.distributed_c10d
     group = distributed_c10d._resolve_process_group(group_name)

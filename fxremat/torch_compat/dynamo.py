@@ -1,4 +1,4 @@
-"""Dynamo: how a function is captured whole, and what is raised where it is not."""
+"""Dynamo: how a function is captured as a whole, and what is raised if it cannot be."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from fxremat.torch_compat.symbols import hint_of
 
 
 def capture_settings() -> contextlib.AbstractContextManager[Any]:
-    """Settings under which Dynamo captures, in its thread.
+    """Return a context with the settings under which Dynamo captures, in its thread.
 
-    Torch 2.11 has one set of them for all threads: calls that overlap take them from each other.
+    Torch 2.11 has one set of settings for all threads: contexts that overlap overwrite each
+    other's.
 
-    Loggers are traced through as if they were not there, because ``warning_once`` in a
-    loss would break the graph. A number that a module counts with, or a float that it has, is a
-    symbol once it changes, as a size is.
+    Loggers are traced as if they were not there, because ``warning_once`` in a loss would break the
+    graph. An integer or a float attribute of a module becomes a symbol once it changes, as a size
+    does.
     """
     from torch._dynamo import config  # noqa: PLC0415
 
-    _hush()
+    _filter_logs()
     patched: contextlib.AbstractContextManager[Any] = config.patch(**_dynamo_settings())
     return patched
 
 
 @cache  # an interrupt while a logger is looked up leaves logging locked for all other threads
-def _hush() -> None:
+def _filter_logs() -> None:
     logging.getLogger("torch._dynamo.metrics_context").addFilter(_is_no_failed_metric)
     logging.getLogger("torch._subclasses.fake_tensor").addFilter(_is_no_wrong_shape)
     for name in ("variables.tensor", "convert_frame"):
@@ -48,23 +49,23 @@ def _hush() -> None:
 
 
 def _is_no_failed_metric(record: logging.LogRecord) -> bool:
-    """Torch 2.11 logs an error when it cannot write down which functions it ignores."""
+    """Drop an error that torch 2.11 logs if it cannot write down which functions it ignores."""
     return "logging compilation metrics" not in record.getMessage()
 
 
 def _is_no_wrong_shape(record: logging.LogRecord) -> bool:
-    """Shapes that do not fit are raised: they need not be logged as well, with a traceback."""
+    """Drop records of shapes that do not fit, which are raised as errors anyway."""
     return "failed while attempting to run meta" not in record.getMessage()
 
 
 def _is_no_break(record: logging.LogRecord) -> bool:
-    """Drop records of graph breaks, which users are told otherwise; cut failures to one line."""
+    """Drop records of graph breaks, which are reported otherwise; cut failures to one line."""
     message = record.getMessage()
     if message.startswith("WON'T CONVERT") and record.exc_info:
         error = record.exc_info[1]
         why = next(iter(str(error).splitlines()), "")
         what = message.splitlines()[0].strip()
-        record.msg = f"{what}, it runs as it is: {type(error).__name__}: {why}"
+        record.msg = f"{what}, it runs without a plan: {type(error).__name__}: {why}"
         record.args, record.exc_info, record.exc_text = (), None, None
     return not message.startswith("Graph break from")
 
@@ -72,7 +73,7 @@ def _is_no_break(record: logging.LogRecord) -> bool:
 def _dynamo_settings() -> dict[str, Any]:
     from torch._dynamo import config  # noqa: PLC0415
 
-    # Looked up anew each time: libraries add methods when they are imported.
+    # Looked up each time: libraries add methods when they are imported.
     names = ("debug", "info", "warn", "error", "exception", "critical", "log")
     methods = {m for name, m in vars(logging.Logger).items() if name.startswith(names)}
     settings: dict[str, Any] = {
@@ -81,9 +82,9 @@ def _dynamo_settings() -> dict[str, Any]:
         "ignore_logging_functions": methods,
         "allow_unspec_int_on_nn_module": True,
         "skip_nnmodule_hook_guards": False,  # hooks may be added, or removed, later
-        # A function that Dynamo fails at runs as it is; one that must be whole is refused anyway.
+        # A function that Dynamo cannot capture runs eagerly, unless it must be captured whole.
         "suppress_errors": True,
-        "optimize_ddp": False,  # inside one that wraps the model the graph would be cut
+        "optimize_ddp": False,  # it would cut the graph of a model inside a wrapper
     }
     if not hasattr(config, "ignore_logging_functions"):
         settings["ignore_logger_methods"] = settings.pop("ignore_logging_functions")
@@ -96,10 +97,10 @@ _OWN = "call_"
 
 
 def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``function``. Dynamo keeps what it captures by code objects.
+    """Return a function with a new code object that calls ``function``.
 
-    It also remembers sizes that were seen to vary, by file, line and name: of one function's
-    nothing must be known to another.
+    Dynamo caches what it captures by code object. It also remembers which sizes vary, by file, line
+    and name: what it learned from one function must not affect another.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -112,23 +113,30 @@ def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_function(
     function: Callable[..., Any], backend: Callable[..., Any], *, whole: bool, dynamic: bool
 ) -> Any:
-    """``function`` compiled, ``whole``: as one graph; ``dynamic``: sizes may become symbols.
+    """Compile ``function``.
 
-    It is captured with :func:`capture_settings`; all else that a call of it runs has the user's.
+    It is captured with :func:`capture_settings`; everything else in a call uses the user's
+    settings.
+
+    Args:
+        function: the function.
+        backend: called with each captured graph.
+        whole: whether the function must be captured as one graph.
+        dynamic: whether sizes may become symbols.
     """
     optimize: Any = torch._dynamo.optimize
     context = optimize(backend, nopython=whole, dynamic=None if dynamic else False)
-    if callable(getattr(context, "callback", None)):  # compiling may be disabled
+    if callable(getattr(context, "callback", None)):  # it is not if compiling is disabled
         context.callback = _Capturing(context.callback)
     return context(function)
 
 
 class _Capturing:
-    """Dynamo's callback for frames that it has not captured, under :func:`capture_settings`."""
+    """Dynamo's callback for frames that it has not captured, with :func:`capture_settings`."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
-        self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend  # asked at each call
+        self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend  # read at each call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with capture_settings():
@@ -139,8 +147,9 @@ class _Capturing:
 
 
 def break_of(module: object) -> str | None:
-    """Why Dynamo ends a graph that it captures now, and the user's line; ``None``: it is all of its
-    function.
+    """Return why Dynamo ends the graph that it captures now, with the user's line.
+
+    Returns ``None`` if the graph is all of its function.
     """
     reason: Any = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
@@ -150,11 +159,12 @@ def break_of(module: object) -> str | None:
 
 
 def caller_of_captured(own: str) -> tuple[str, bool]:
-    """The line that calls the function that Dynamo captures now, and whether it is left to Python
-    below a function that :func:`compile_function` was given.
+    """Return the line that calls the function that Dynamo captures now.
+
+    Also return whether Python runs that line inside a function of :func:`compile_function`.
 
     Args:
-        own: folder of a package whose lines are nobody's.
+        own: folder of a package whose lines are skipped.
     """
     library, caller = str(Path(torch.__file__).parent), ""
     frame = sys._getframe(1)
@@ -169,21 +179,21 @@ def caller_of_captured(own: str) -> tuple[str, bool]:
 
 
 def captured_separately(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which is captured by itself where its caller is."""
+    """Return ``function`` so that it is captured by itself, not as part of its caller."""
 
-    def captured(*args: Any, **kwargs: Any) -> Any:  # torch's own forwards are seen from here only
+    def captured(*args: Any, **kwargs: Any) -> Any:  # Dynamo skips forwards in torch's own files
         return function(*args, **kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return captured(*args, **kwargs)
 
     compiler: Any = torch.compiler
-    disabled: Callable[..., Any] = compiler.disable(call, recursive=False)  # but not what it calls
+    disabled: Callable[..., Any] = compiler.disable(call, recursive=False)
     return disabled
 
 
 def seen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which is captured where Dynamo comes to it: torch's own files it passes by."""
+    """Return ``function`` so that Dynamo captures it even if it is in one of torch's own files."""
 
     def captured(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -192,10 +202,9 @@ def seen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_passed_by(module: torch.nn.Module) -> bool:
-    """Whether Dynamo runs calls of ``module`` as they are where their caller is not captured.
+    """Return whether Dynamo leaves calls of ``module`` to Python in a caller that is not captured.
 
-    Modules without parts, one operation each, are left to Python there: nothing is gained by a
-    plan of one.
+    Modules without children do not count: a plan for a single operation gains nothing.
     """
     from torch._dynamo import trace_rules  # noqa: PLC0415
 
@@ -204,9 +213,7 @@ def is_passed_by(module: torch.nn.Module) -> bool:
 
 
 def not_wrapped(error: Exception) -> Exception:
-    """``error``, of a class that is Dynamo's too, so that it raises this and no error of its own
-    that tells of it.
-    """
+    """Make ``error`` an error of Dynamo, too, so that Dynamo raises it without wrapping it."""
     from torch._dynamo.exc import ShortenTraceback  # noqa: PLC0415
 
     own = type(error)
@@ -217,8 +224,9 @@ def not_wrapped(error: Exception) -> Exception:
 
 
 def options_of(compiled: object, backend: Callable[..., Any]) -> Any:
-    """The options of ``torch.compile(…, backend=backend, options=…)`` by its result ``compiled``;
-    ``None``: it is not that.
+    """Return the options of ``torch.compile(…, backend=backend, options=…)``, given its result.
+
+    Returns ``None`` if ``compiled`` is not such a result.
     """
     from torch._dynamo import OptimizedModule  # noqa: PLC0415
 
@@ -229,25 +237,25 @@ def options_of(compiled: object, backend: Callable[..., Any]) -> Any:
         closure = getattr(called, "__closure__", None) or ()
         contexts = [cell.cell_contents for cell in closure]
     for context in contexts:
-        found: Any = getattr(context, "callback", None)
-        while hasattr(found, "_torchdynamo_orig_backend"):
-            found = found._torchdynamo_orig_backend
-        if getattr(found, "compiler_fn", None) is backend:
-            return found.kwargs.get("options")
+        callback: Any = getattr(context, "callback", None)
+        while hasattr(callback, "_torchdynamo_orig_backend"):
+            callback = callback._torchdynamo_orig_backend
+        if getattr(callback, "compiler_fn", None) is backend:
+            return callback.kwargs.get("options")
     return None
 
 
 def results_of_captured(module: torch.fx.GraphModule) -> tuple[torch.Tensor, ...]:
-    """Tensors, without data, that a graph of Dynamo's returns, each of its sizes at the capture."""
+    """Return the tensors that a graph of Dynamo returns, without data, at the captured sizes."""
     (output,) = (node for node in module.graph.nodes if node.op == "output")
-    found = (node.meta.get("example_value") for node in output.all_input_nodes)
+    values = (node.meta.get("example_value") for node in output.all_input_nodes)
     return tuple(
         torch.empty(
             [hint_of(size) for size in value.shape],
             dtype=value.dtype,
             device=value.device,
         )
-        for value in found
+        for value in values
         if isinstance(value, torch.Tensor)
     )
 
@@ -257,9 +265,10 @@ _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
 @contextlib.contextmanager
 def sizes_vary(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A capture in here takes all sizes of ``tensors`` for symbols, where it can.
+    """Let captures inside take all sizes of ``tensors`` as symbols, if possible.
 
-    They keep no mark of it: Dynamo would capture once more whatever it captured without.
+    The marks are removed at the end, because Dynamo would capture again what it captured without
+    them.
     """
     parts = [part for tensor in tensors for part in _parts_of(tensor)]
     before = [{k: v for k, v in vars(part).items() if k in _MARKS} for part in parts]
@@ -278,7 +287,7 @@ def sizes_vary(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """``tensor``, and those that it is a wrapper of."""
+    """Yield ``tensor``, and the tensors that it wraps."""
     yield tensor
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
@@ -290,23 +299,22 @@ _compiling = threading.local()
 
 
 def compiled_now() -> CodeType | None:
-    """The code that Dynamo compiles now in this thread."""
-    found: CodeType | None = getattr(_compiling, "code", None)
-    return found
+    """Return the code that Dynamo compiles now in this thread."""
+    code: CodeType | None = getattr(_compiling, "code", None)
+    return code
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How Dynamo treats code that backends of ours are given.
+    """How Dynamo treats code that is compiled for our backends.
 
     Attributes:
-        ours: whether a backend is.
-        too_often: what is raised where code may not be compiled again, from the backend, the name
-            of the setting that is the limit, and its value.
-        as_it_is: whether code is not to be compiled again for a backend: from then on it runs as
-            it is, and what it calls is compiled for itself.
-        in_mode: is called where code runs as it is, as it is called under a mode that sees each
-            operation.
+        ours: returns whether a backend is ours.
+        too_often: returns the error to raise if code may not be compiled again, given the backend,
+            the name of the setting that limits it, and its value.
+        as_it_is: returns whether code must not be compiled again for a backend. It then runs
+            eagerly, and the functions that it calls are compiled by themselves.
+        in_mode: called if code runs eagerly because it is called under a dispatch mode.
     """
 
     ours: Callable[[object], bool]
@@ -317,11 +325,11 @@ class Rules:
 
 @cache
 def never_uncompiled(rules: Rules) -> None:
-    """Let no code of ours run as it is where Dynamo may not compile it again.
+    """Do not let code of our backends run eagerly if Dynamo may not compile it again.
 
-    Dynamo runs code that it has compiled too often eagerly, and says so in its log alone; and code
-    that was once called under a ``TorchDispatchMode`` ever after, and says nothing. All other
-    backends' code is treated as before.
+    Dynamo runs code that was compiled too often eagerly, and only logs it. It also runs code that
+    was once called under a ``TorchDispatchMode`` eagerly ever after, and says nothing. Code of
+    other backends is treated as before.
     """
     from torch._dynamo import config, convert_frame  # noqa: PLC0415
 
@@ -331,9 +339,9 @@ def never_uncompiled(rules: Rules) -> None:
 
     def asked(*args: Any) -> tuple[bool, str]:
         exceeded, name = exceeds(*args)
-        # Who asks, for which code and backend, is told by nothing but its own frame.
-        asking = sys._getframe(1).f_locals
-        backend, code = _innermost(asking["compiler_fn"]), asking["code"]
+        # Only the frame of the caller has the code and the backend.
+        caller = sys._getframe(1).f_locals
+        backend, code = _innermost(caller["compiler_fn"]), caller["code"]
         if rules.ours(backend):
             _compiling.code = code
             if rules.as_it_is(backend, code):
@@ -356,14 +364,14 @@ def never_uncompiled(rules: Rules) -> None:
 
 
 def _innermost(backend: Any) -> object:
-    """What Dynamo was given, inside all that it wraps that in."""
+    """Return the backend that Dynamo was given, without what Dynamo wraps it in."""
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     return getattr(backend, "compiler_fn", backend)
 
 
 def _skipped_once() -> Any:
-    """What has Dynamo leave a call to Python, and all that it calls, but no later one."""
+    """Return the action by which Dynamo leaves one call, and its callees, to Python once."""
     from torch._dynamo import types  # noqa: PLC0415
 
     names = vars(types)
@@ -372,10 +380,10 @@ def _skipped_once() -> Any:
 
 
 def runs_eagerly(*, captured: bool) -> bool:
-    """Whether ``torch.compiler.set_stance`` has what is called now run as it is.
+    """Return whether ``torch.compiler.set_stance`` makes a call run eagerly.
 
     Args:
-        captured: it was captured before.
+        captured: whether the function was captured before.
     """
     from torch._dynamo import eval_frame  # noqa: PLC0415
 
@@ -384,7 +392,7 @@ def runs_eagerly(*, captured: bool) -> bool:
 
 
 def _runs_as_it_is() -> BaseException:
-    """An error by which Dynamo leaves one function to Python, but not the functions it calls."""
+    """Return an error by which Dynamo leaves one function to Python, but not its callees."""
     from torch._dynamo import exc, types  # noqa: PLC0415
 
     error, names = exc.Unsupported("the same graph at each step"), vars(types)
@@ -394,7 +402,7 @@ def _runs_as_it_is() -> BaseException:
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile`` was given; any other module as it is."""
+    """Return the module that ``torch.compile`` was given; any other module as it is."""
     from torch._dynamo import OptimizedModule  # noqa: PLC0415
 
     if not isinstance(model, OptimizedModule):
@@ -404,14 +412,14 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def capture_failures() -> tuple[type[Exception], ...]:
-    """Types of errors that Dynamo raises when a model cannot be captured as one graph."""
+    """Return the types of errors that Dynamo raises if it cannot capture a model as one graph."""
     from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415
 
     return (TorchDynamoException,)
 
 
 def may_be_the_models(cause: BaseException) -> bool:
-    """Whether Dynamo's error may be one that the function itself raises, and not only its own."""
+    """Return whether an error of Dynamo may be one that the function raises itself."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError  # noqa: PLC0415
 
     if not isinstance(cause, TorchDynamoException) or isinstance(cause, TorchRuntimeError):
@@ -424,19 +432,19 @@ _OF_THE_MODEL = (
     "failed to bind arguments",
     "typeerror when making fake tensor call",
     "failed to convert args/kwargs to proxy",
-    "\n    raise ",  # the function's line: torch 2.11 fails itself at ``raise … from …``
+    "\n    raise ",  # the function's line: torch 2.11 cannot trace ``raise … from …``
 )
-"""What Dynamo says where a line of the function itself raises, or would."""
+"""What Dynamo says if a line of the function raises an error, or would."""
 
 
 def leading_to(error: BaseException) -> list[BaseException]:
-    """Exceptions that ``error`` was raised for, or after; what Dynamo has wrapped among them."""
-    found = error.__cause__, error.__context__, getattr(error, "inner_exception", None)
-    return [other for other in found if other is not None]
+    """Return the exceptions that caused ``error``, including those that Dynamo has wrapped."""
+    causes = error.__cause__, error.__context__, getattr(error, "inner_exception", None)
+    return [cause for cause in causes if cause is not None]
 
 
 def failure_cause(error: BaseException) -> BaseException:
-    """The error inside those that Dynamo wraps errors of a backend in."""
+    """Return the error inside those that Dynamo wraps errors of a backend in."""
     from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415
 
     while isinstance(error, BackendCompilerFailed):

@@ -14,10 +14,10 @@ from fxremat.torch_compat.storages import StorageAlive, meta_storage, storage_ke
 
 
 def fake_mode() -> Any:
-    """A mode in which operations compute shapes and no data.
+    """Return a mode in which operations compute shapes but no data.
 
-    Its ``from_tensor`` makes copies without data. Real tensors that a forward finds outside its
-    module are taken for such copies, too.
+    Its ``from_tensor`` makes copies without data. Real tensors that a forward uses from outside its
+    module are treated as such copies.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
@@ -25,20 +25,20 @@ def fake_mode() -> Any:
 
 
 def fake_mode_of(tensors: Iterable[torch.Tensor]) -> Any:
-    """The fake mode of the first of ``tensors`` that has no data; else a new one."""
-    found = (getattr(tensor, "fake_mode", None) for tensor in tensors)
-    return next((mode for mode in found if mode is not None), None) or fake_mode()
+    """Return the fake mode of the first of ``tensors`` that has no data, or a new one."""
+    modes = (getattr(tensor, "fake_mode", None) for tensor in tensors)
+    return next((mode for mode in modes if mode is not None), None) or fake_mode()
 
 
 def is_opaque(value: object) -> bool:
-    """Whether it stands for an object that no operation reads, such as a ``DeviceMesh``."""
+    """Return whether ``value`` stands for an object that no operation reads (a ``DeviceMesh``)."""
     from torch._library.fake_class_registry import FakeScriptObject  # noqa: PLC0415
 
     return isinstance(value, FakeScriptObject)
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether ``tensor`` has no data."""
+    """Return whether ``tensor`` is a tensor without data."""
     from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
 
     return isinstance(tensor, FakeTensor)
@@ -53,9 +53,9 @@ def fake_tensor(
     *,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """A tensor without data, of the dtype, the device and the fake mode of ``like``.
+    """Return a tensor without data, with the dtype, the device and the fake mode of ``like``.
 
-    ``device`` takes the place of its own. It need not be here.
+    ``device`` replaces the device of ``like``, and need not exist.
     """
     from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
@@ -67,7 +67,7 @@ def fake_tensor(
 
 
 def fake_bytes_like(node: fx.Node, nbytes: int) -> torch.Tensor:
-    """Bytes on the CPU without data, in the fake mode that traced ``node``."""
+    """Return bytes on the CPU without data, in the fake mode that traced ``node``."""
     from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
 
     value = node.meta["val"]
@@ -81,10 +81,10 @@ def fake_bytes_like(node: fx.Node, nbytes: int) -> torch.Tensor:
 def fake_copy(
     tensor: torch.Tensor, mode: Any, storages: dict[int, torch.UntypedStorage], device: torch.device
 ) -> torch.Tensor:
-    """A tensor like ``tensor`` that has no data, in a fake mode and on ``device``.
+    """Return a tensor like ``tensor`` without data, in a fake mode and on ``device``.
 
-    ``tensor`` may be without data itself, such as one on ``meta``, and ``device`` need not be here.
-    ``storages`` are the copies' by those of the originals; new ones are added.
+    ``tensor`` may have no data itself, for instance on ``meta``, and ``device`` need not exist.
+    ``storages`` maps storages of originals to those of copies; new ones are added.
     """
     from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
@@ -96,19 +96,19 @@ def fake_copy(
             storages[key] = meta_storage(storage.nbytes())
         made = torch.empty(0, dtype=tensor.dtype, device="meta")
         made.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
-        found: torch.Tensor = FakeTensor(mode, made, device)
+        fake: torch.Tensor = FakeTensor(mode, made, device)
     if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(found, tensor.requires_grad)
-    return found.requires_grad_(tensor.requires_grad) if tensor.is_leaf else found
+        return torch.nn.Parameter(fake, tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad) if tensor.is_leaf else fake
 
 
 def fake_log(adopt: Callable[[Any], Any]) -> Any:
-    """A mode that follows memory of tensors without data: ``peak_bytes``, of what it saw made.
+    """Return a mode that tracks memory of tensors without data; ``peak_bytes`` is its peak.
 
-    Storages count from the operation that makes them until nobody holds them.
+    Storages count from the operation that makes them until they are freed.
 
     Args:
-        adopt: what is computed with in place of a tensor that has data, or is on ``meta``.
+        adopt: returns what replaces a tensor that has data, or is on ``meta``.
     """
     from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
     from torch.utils._pytree import tree_leaves, tree_map  # noqa: PLC0415
@@ -136,7 +136,7 @@ def fake_log(adopt: Callable[[Any], Any]) -> Any:
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
-    """Types of errors that a call without data raises when shapes or branches depend on data."""
+    """Return the types of errors of calls without data whose shapes or branches depend on data."""
     from torch._subclasses.fake_tensor import (  # noqa: PLC0415
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -150,7 +150,7 @@ def data_dependent_errors() -> tuple[type[BaseException], ...]:
 
 @contextlib.contextmanager
 def without_shape_errors_logged() -> Iterator[None]:
-    """Shapes that do not fit are raised and not logged with their traceback as well."""
+    """Do not log shapes that do not fit with a traceback: they are raised as errors anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

@@ -1,4 +1,4 @@
-"""Graphs of torch.fx: the code they are run by, and what their operations do."""
+"""Graphs of torch.fx: the code that runs them, and properties of their operations."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 
 def boxed(function: BoxedCallable) -> BoxedCallable:
-    """Mark ``function`` as taking its arguments in one list that it may empty."""
+    """Mark ``function`` as taking its arguments in one list, which it may empty."""
     function._boxed_call = True  # type: ignore[attr-defined]
     return function
 
 
 def boxed_code(graph: fx.Graph) -> None:
-    """Make ``graph``'s code take its arguments in one list, which it empties."""
+    """Let the code of ``graph`` take its arguments in one list, which it empties."""
     graph.set_codegen(_Code())
 
 
 class _Code(_BoxedCodeGen):
-    """Code that takes its arguments by one assignment, and calls operators by names of their own.
+    """Code that takes its arguments by one assignment, and has a global name for each operator.
 
-    In a step of small operations the way to each of them shows: four look-ups and a function of
-    Python's.
+    In a step of small operations, looking up an operator takes noticeable time: four lookups and a
+    Python function.
     """
 
     def _gen_python_code(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ class _Code(_BoxedCodeGen):
             operator = getattr(packet, found[3])
             if type(operator) is not torch._ops.OpOverload:
                 return found[0]
-            name = "__".join(found.groups())  # as no node is called
+            name = "__".join(found.groups())  # no node has such a name
             made.globals[name] = operator._op
             return f"{name}("
 
@@ -61,7 +61,7 @@ def _taken_at_once(found: re.Match[str]) -> str:
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A module of ``graph`` whose code is written when it is first asked for."""
+    """Return a module of ``graph`` whose code is generated on first use."""
     from torch.fx._lazy_graph_module import (  # noqa: PLC0415
         _make_graph_module,
         _use_lazy_graph_module,
@@ -73,18 +73,18 @@ def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def is_clone(node: fx.Node) -> bool:
-    """Whether ``node`` copies its argument."""
+    """Return whether ``node`` copies its argument."""
     return node.target is torch.ops.aten.clone.default
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether running ``node`` advances a random generator."""
+    """Return whether running ``node`` advances a random generator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    # Fused attention carries the tag, yet draws nothing unless it drops something.
+    # Fused attention has the tag, but draws nothing without dropout.
     arguments = _named_arguments(node, target)
     probability = arguments.get("dropout_p", arguments.get("dropout", arguments.get("p")))
     if isinstance(probability, (int, float)) and probability == 0.0:
@@ -101,7 +101,7 @@ def _named_arguments(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, 
 
 
 PART = "a part"
-"""In place of an integer that another process may have another one for."""
+"""Replaces an integer that may differ between processes."""
 
 _PLACES = ("start", "end", "index", "storage_offset")
 """Arguments that say which part of a tensor is taken."""
@@ -111,28 +111,29 @@ _NUMBERS = ("Tensor", "Optional[Tensor]", "number", "Optional[number]")
 
 
 def without_parts(node: fx.Node, arguments: Any) -> Any:
-    """Arguments of ``node``, without integers that it computes with, or that say which part of a
-    tensor is taken.
+    """Return arguments of ``node`` without integers that may differ between processes.
+
+    These are numbers that it computes with, or that say which part of a tensor is taken.
 
     Args:
         node: an operation.
-        arguments: its positional ones, or those by name.
+        arguments: its positional arguments, or its keyword arguments.
     """
 
-    def left(value: object) -> object:
+    def replaced(value: object) -> object:
         return PART if type(value) is int else value
 
     if node.target is operator.getitem and not isinstance(arguments, dict):
-        return tuple(map(left, arguments))
+        return tuple(map(replaced, arguments))
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or is_collective(node):
         return arguments
     formal = target._schema.arguments
     if isinstance(arguments, dict):
         parts = {a.name for a in formal if _is_part(a)}
-        return {name: left(v) if name in parts else v for name, v in arguments.items()}
+        return {name: replaced(v) if name in parts else v for name, v in arguments.items()}
     pairs = zip(formal, arguments, strict=False)
-    return tuple(left(value) if _is_part(a) else value for a, value in pairs)
+    return tuple(replaced(value) if _is_part(a) else value for a, value in pairs)
 
 
 def _is_part(argument: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Inductor: what it takes apart, and how a graph of pointwise operations becomes kernels."""
+"""Inductor: what it decomposes, and how a graph of pointwise operations becomes kernels."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _WHOLE = (
     aten.max_pool2d_with_indices_backward.default,
     aten.native_dropout.default,
 )
-"""Not taken apart: a sum in any order, pools, which are slow in parts, a draw that would not be
-eager's."""
+"""Not decomposed: a sum in any order, pools, which are slow in parts, and a draw that would differ
+from eager's."""
 
 _REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", "all", "argmax"}
 
 
 @functools.cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Inductor's decompositions of operations, but for those that are to stay whole."""
+    """Return Inductor's decompositions of operations, except those that must stay whole."""
     from torch._inductor import config  # noqa: PLC0415
     from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
 
@@ -47,23 +47,23 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def is_reduction(target: torch._ops.OpOverload) -> bool:
-    """Whether ``target`` sums over elements, and Inductor makes a loop of it."""
+    """Return whether ``target`` reduces over elements, and Inductor makes a loop of it."""
     return target.namespace == "aten" and target.overloadpacket.__name__ in _REDUCTIONS
 
 
 def prefers_channels_last(module: fx.GraphModule) -> bool:
-    """Whether Inductor would have the convolutions of a graph so."""
+    """Return whether Inductor would run the convolutions of a graph with channels last."""
     from torch._inductor.graph import GraphLowering  # noqa: PLC0415
 
     return bool(GraphLowering.decide_layout_opt(module, is_inference=False))
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """A compiler that Inductor needs for ``device`` and does not find, in words; or ``None``."""
+    """Describe the compiler that Inductor needs for ``device`` but does not find; else ``None``."""
     if device.type != "cpu":
         from torch.utils._triton import has_triton  # noqa: PLC0415
 
-        return None if has_triton() else "there is no Triton that works"
+        return None if has_triton() else "there is no working Triton"
     from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
     from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
 
@@ -75,7 +75,8 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 Described = tuple[fx.Graph, list[tuple[tuple[tuple[int, ...], tuple[int, ...]], torch.dtype]]]
-"""A graph of pointwise operations and reductions; of each input shape and strides, and dtype."""
+"""A graph of pointwise operations and reductions, and for each input its shape and strides, and its
+dtype."""
 
 Symbols = Mapping[str, Any]
 
@@ -86,8 +87,8 @@ def compile_kernels(
     """Return a function of one list of tensors, whose kernels Inductor makes.
 
     Args:
-        described: called without symbols; it returns the operations and where the inputs lie.
-        device: of all tensors.
+        described: called without symbols; returns the operations and the layouts of their inputs.
+        device: device of all tensors.
         benchmarked: whether the first call may time several kernels and choose the fastest, which
             allocates memory on the device. Otherwise there is one kernel, chosen by rules.
     """
@@ -103,10 +104,13 @@ def compile_for_sizes(
     *,
     benchmarked: bool = True,
 ) -> tuple[BoxedCallable, Callable[..., bool]]:
-    """A function of one list, of tensors and then sizes, and a test of which sizes it holds for.
+    """Return a function of one list, of tensors and then sizes, and a test for valid sizes.
 
-    ``described`` is called with symbols for the sizes, of which ``hints`` are examples by name;
-    ``benchmarked`` is as for :func:`compile_kernels`.
+    Args:
+        described: called with symbols for the sizes.
+        device: device of all tensors.
+        hints: example values of the sizes, by name.
+        benchmarked: as for :func:`compile_kernels`.
     """
     from torch._dynamo.source import ConstantSource  # noqa: PLC0415
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
@@ -139,10 +143,11 @@ def compile_for_sizes(
 
 @contextmanager
 def compilers_side_by_side() -> Iterator[None]:
-    """Have the compilers of all kernels that this thread asks for inside run at once.
+    """Run the compilers of all kernels that this thread asks for inside at the same time.
 
-    No kernel may be called before the end, where they are waited for: what one of them raises is
-    raised there. Inductor would wait for those of each graph. Checked on torch 2.11 and 2.13.
+    No kernel may be called before the end, where all compilers are awaited and their errors are
+    raised. Inductor itself would wait for the kernels of each graph. Checked with torch 2.11 and
+    2.13.
     """
     from torch._inductor.async_compile import AsyncCompile  # noqa: PLC0415
 
@@ -167,7 +172,7 @@ def compilers_side_by_side() -> Iterator[None]:
 
 
 _one_thread = threading.Lock()
-"""Of those that have compilers run at once."""
+"""Held by the thread that runs compilers at the same time."""
 
 
 def _compiled(
@@ -184,7 +189,7 @@ def _compiled(
     from torch.fx.experimental.proxy_tensor import make_fx  # noqa: PLC0415
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
 
-    context = tracing(TracingContext(mode))  # not that of what is being captured
+    context = tracing(TracingContext(mode))  # replaces that of an active capture
     by_rules = not benchmarked and device.type != "cpu"  # on a CPU nothing is timed
     settings = _SETTINGS | _BY_RULES if by_rules else _SETTINGS
     with _disable_current_modes(), torch.no_grad(), context, config.patch(settings):
@@ -207,8 +212,8 @@ def _compiled(
         output.meta["user_visible_output_idxs"] = list(range(len(results)))
         traced.recompile()
         made: Any = compile_fx_inner(traced, examples, is_inference=True)
-    found: BoxedCallable = getattr(made, "current_callable", None) or made
-    return found
+    run_kernels: BoxedCallable = getattr(made, "current_callable", None) or made
+    return run_kernels
 
 
 _SETTINGS: dict[str, Any] = {
@@ -217,10 +222,10 @@ _SETTINGS: dict[str, Any] = {
     "size_asserts": False,
     "alignment_asserts": False,
 }
-"""Results as large as their operations'; what was checked already is not checked again."""
+"""Results are as large as those of the operations; what has been checked is not checked again."""
 
 _BY_RULES: dict[str, Any] = {
-    "deterministic": True,  # of reductions one kernel, whatever registers it takes
+    "deterministic": True,  # one kernel per reduction, whatever registers it takes
     "triton.autotune_pointwise": False,
     "max_autotune": False,
     "max_autotune_pointwise": False,
@@ -229,4 +234,4 @@ _BY_RULES: dict[str, Any] = {
     "benchmark_fusion": False,
     "triton.multi_kernel": 0,
 }
-"""Of each kernel one version, so that nothing is timed on the device."""
+"""One version of each kernel, so that nothing is timed on the device."""

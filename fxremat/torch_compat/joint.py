@@ -1,4 +1,4 @@
-"""AOTAutograd: a backend that is handed joint graphs, and what it wrote down in them."""
+"""AOTAutograd: a backend that gets joint graphs, and the metadata in these graphs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def aot_autograd_backend(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """A Dynamo backend that hands the joint graph to ``partition``.
+    """Return a Dynamo backend that passes the joint graph to ``partition``.
 
-    Operations among ``decompositions`` are taken apart when it is traced.
+    Operations in ``decompositions`` are decomposed when it is traced.
     """
     from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415
 
-    # Input mutations stay outside the graph (a copy after the forward), so the joint
-    # graph is functional and may be reordered and recomputed freely.
+    # Input mutations stay outside of the graph, as copies after the forward. So the joint graph
+    # is functional, and may be reordered and recomputed freely.
     backend: Callable[..., Any] = aot_autograd(
         fw_compiler=forward_compiler,
         bw_compiler=backward_compiler,
@@ -41,7 +41,7 @@ def aot_autograd_backend(
 
 
 def as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What ``torch.compile(backend="aot_eager")`` runs for a graph of Dynamo's."""
+    """Return what ``torch.compile(backend="aot_eager")`` runs for a graph of Dynamo."""
     from torch._dynamo.backends.debugging import aot_eager  # noqa: PLC0415
 
     run: Callable[..., Any] = aot_eager(module, list(inputs))
@@ -49,8 +49,9 @@ def as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any
 
 
 def opaque_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, one operation in Dynamo's graphs: AOTAutograd traces what it does, hooks of
-    tensors among it.
+    """Return ``function`` as one operation in Dynamo's graphs.
+
+    AOTAutograd traces what it does, including hooks of tensors.
     """
     compiler: Any = torch.compiler
     allowed: Callable[..., Any] = compiler.allow_in_graph(function)
@@ -58,10 +59,10 @@ def opaque_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def traced_tangent(output: torch.Tensor) -> torch.Tensor | None:
-    """A tensor that lies as a gradient which AOTAutograd, tracing now, would hand to ``output``.
+    """Return a tensor with the layout of the gradient that AOTAutograd will pass for ``output``.
 
-    ``None``: it traces none, or hands that gradient to no operation of the graph, because
-    ``output`` is a part of an input.
+    Returns ``None`` if no trace is active, or if AOTAutograd passes that gradient to no operation,
+    because ``output`` is a view of an input.
     """
     from torch._functorch._aot_autograd import collect_metadata_analysis  # noqa: PLC0415
     from torch._subclasses.functional_tensor import FunctionalTensor  # noqa: PLC0415
@@ -75,7 +76,7 @@ def traced_tangent(output: torch.Tensor) -> torch.Tensor | None:
 
 
 def without_donated_buffers() -> contextlib.AbstractContextManager[Any]:
-    """A context without donated buffers, with which ``retain_graph`` would be refused."""
+    """Return a context without donated buffers, which would rule out ``retain_graph``."""
     from torch._functorch import config  # noqa: PLC0415
 
     patched: contextlib.AbstractContextManager[Any] = config.patch(donated_buffer=False)
@@ -83,10 +84,10 @@ def without_donated_buffers() -> contextlib.AbstractContextManager[Any]:
 
 
 def allow_retained_graphs() -> None:
-    """Tell the step being compiled that it donates no buffers.
+    """Declare that the step that is being compiled donates no buffers.
 
-    Left untold, it compares nothing with none of them in each backward, under whatever
-    setting there is by then, and refuses ``retain_graph=True``.
+    Otherwise each backward would check for donated buffers, under the settings of that time, and
+    refuse ``retain_graph=True``.
     """
     context = torch._guards.TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
@@ -94,42 +95,42 @@ def allow_retained_graphs() -> None:
 
 
 def is_backward_node(node: fx.Node) -> bool:
-    """Whether AOTAutograd traced ``node`` while differentiating."""
+    """Return whether AOTAutograd traced ``node`` while differentiating."""
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
 def sequence_number(node: fx.Node) -> int | None:
-    """Autograd's sequence number: a backward node has that of its forward operation."""
+    """Return autograd's sequence number; a backward node has that of its forward operation."""
     number = node.meta.get("seq_nr")
     return number if isinstance(number, int) else None
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder of the joint graph is the gradient of an output."""
+    """Return whether ``node`` is a placeholder of the joint graph for the gradient of an output."""
     return node.op == "placeholder" and node.name.startswith("tangents_")
 
 
 def releases_tangents() -> bool:
-    """Whether a compiled backward is the only holder of the gradients of its outputs.
+    """Return whether a compiled backward is the only holder of the gradients of its outputs.
 
-    Since torch 2.13 autograd hands them over in a list that AOTAutograd empties. Before that the
-    caller holds them until the backward has returned.
+    Since torch 2.13 autograd passes them in a list, which AOTAutograd empties. In earlier versions
+    the caller holds them until the backward has returned.
     """
     return hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 def _primals(joint: fx.GraphModule) -> list[fx.Node]:
-    """Placeholders of the joint graph that are inputs of the forward."""
+    """Return the placeholders of the joint graph that are inputs of the forward."""
     return [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
 
 
 def _results(joint: fx.GraphModule) -> list[Any]:
-    """Results of the joint graph: the forward's, then the backward's."""
+    """Return the results of the joint graph: those of the forward, then those of the backward."""
     return list(joint.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 def mutated_primals(module: fx.GraphModule) -> list[int]:
-    """Indices of the primals whose new value the joint graph returns."""
+    """Return the indices of the primals whose new value the joint graph returns."""
     from torch._functorch._aot_autograd.descriptors import (  # noqa: PLC0415
         InputMutationAOTOutput,
     )
@@ -140,8 +141,10 @@ def mutated_primals(module: fx.GraphModule) -> list[int]:
 
 
 def primal_values(joint: fx.GraphModule, inputs: Sequence[object]) -> list[object]:
-    """For each primal the input of the compiled function that it is, or the part of one, as that
-    of a ``DTensor`` which a process has; ``None`` where it is neither.
+    """Return, for each primal, the input of the compiled function that it stands for.
+
+    That may be a part of an input, such as the local part of a ``DTensor``; ``None`` if it is
+    neither.
     """
     return [_value_of(n.meta.get("desc"), inputs) for n in _primals(joint)]
 
@@ -157,17 +160,20 @@ def _value_of(described: Any, inputs: Sequence[object]) -> object:
 
 
 def spread_results(joint: fx.GraphModule, *, forward_output_count: int) -> tuple[int, ...] | None:
-    """Let the backward have a result for each primal; the graph is changed.
+    """Change the graph so that its backward has a result for each primal.
 
-    AOTAutograd has one for all parts of a tensor without a gradient, as a nested one's.
+    AOTAutograd has a single result for all parts of a tensor without a gradient, such as a nested
+    tensor.
 
-    Returns the places of the previous results among the new ones. ``None``: the graph stays, as
-    its results cannot be assigned to primals, such as those of tokens that order effects.
+    Returns:
+        The places of the previous results among the new ones. ``None`` if the graph stays as it is,
+        because its results cannot be assigned to primals, such as those of tokens that order
+        effects.
     """
     results, output = _results(joint), joint.graph.output_node()
     described = list(output.meta.get("desc", ())) or [None] * len(results)
     inputs = [_input_of(node.meta.get("desc")) for node in _primals(joint)]
-    found, names = results[:forward_output_count], described[:forward_output_count]
+    spread, names = results[:forward_output_count], described[:forward_output_count]
     places: list[int] = []
     place = forward_output_count
     whole = len(results) - forward_output_count == len(inputs)
@@ -176,22 +182,22 @@ def spread_results(joint: fx.GraphModule, *, forward_output_count: int) -> tuple
         if index is None and not whole:
             return None
         one = not whole and count > 1 and described[place : place + 1] == [None]
-        own = results[place : place + 1] if one else results[place : place + count]
-        own_names = described[place : place + len(own)]
-        first = len(found) - forward_output_count
-        places += range(first, first + len(own))
-        found += own + [None] * (count - len(own))
-        names += own_names + [None] * (count - len(own))
-        place += len(own)
-    if place != len(results) or len(found) != forward_output_count + len(inputs):
+        parts = results[place : place + (1 if one else count)]
+        part_names = described[place : place + len(parts)]
+        first = len(spread) - forward_output_count
+        places += range(first, first + len(parts))
+        spread += parts + [None] * (count - len(parts))
+        names += part_names + [None] * (count - len(parts))
+        place += len(parts)
+    if place != len(results) or len(spread) != forward_output_count + len(inputs):
         return None
-    output.args = (tuple(found),)
+    output.args = (tuple(spread),)
     output.meta["desc"] = names
     return tuple(places)
 
 
 def _input_of(described: Any) -> int | None:
-    """The place of the input that a primal is, or is part of; ``None``: it is none."""
+    """Return the index of the input that a primal is, or is part of; ``None`` if there is none."""
     from torch._functorch._aot_autograd import descriptors  # noqa: PLC0415
 
     while isinstance(described, descriptors.SubclassGetAttrAOTInput):
@@ -200,20 +206,21 @@ def _input_of(described: Any) -> int | None:
 
 
 def differentiated_primals(joint: fx.GraphModule, *, forward_output_count: int) -> dict[int, int]:
-    """Primals that get a gradient, and which of the tensors among all primals each is."""
+    """Return primals that get a gradient, each with its index among primals that are tensors."""
     results = _results(joint)[forward_output_count:]
-    found: dict[int, int] = {}
+    differentiated: dict[int, int] = {}
     tensors = 0
     for i, (node, gradient) in enumerate(zip(_primals(joint), results, strict=True)):
         if isinstance(gradient, fx.Node) and _is_tensor(gradient):
-            found[i] = tensors
+            differentiated[i] = tensors
         tensors += isinstance(node.meta["val"], torch.Tensor)
-    return found
+    return differentiated
 
 
 def passed_primals(joint: fx.GraphModule, *, forward_output_count: int) -> dict[int, int]:
-    """Places of the backward's results that are no gradients, but inputs of the forward, such as
-    the mesh of a ``DTensor``; and the primals that these are.
+    """Return the backward's results that are inputs of the forward, by place, with their primals.
+
+    These are no gradients, but for instance the mesh of a ``DTensor``.
     """
     primals = _primals(joint)
     return {
@@ -230,11 +237,11 @@ def _is_tensor(node: fx.Node) -> bool:
 def stub_graphs(
     joint: fx.GraphModule, *, forward_output_count: int, places: Sequence[int]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Graphs that tell AOTAutograd what goes in and out, and are never run.
+    """Return graphs that show AOTAutograd what goes in and out, and are never run.
 
-    The forward returns its outputs and a token, one number on the CPU, for all that is saved; the
+    The forward returns its outputs and a token, one number on the CPU, for all saved tensors. The
     backward takes the token and the tangents, and returns the results at ``places``, which
-    :func:`spread_results` returns.
+    :func:`spread_results` returned.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     results = _results(joint)
@@ -249,8 +256,8 @@ def stub_graphs(
         for node in outputs:
             if node not in made and (isinstance(node, fx.Node) or node is _TOKEN):
                 made[node] = graph.call_function(_never_run)
-        for node, own in made.items():
-            own.meta = dict(node.meta) if isinstance(node, fx.Node) else {"val": token}
+        for node, copy in made.items():
+            copy.meta = dict(node.meta) if isinstance(node, fx.Node) else {"val": token}
         graph.output(tuple(made.get(node, node) for node in outputs))  # type: ignore[arg-type]
         return fx.GraphModule(torch.nn.Module(), graph)
 

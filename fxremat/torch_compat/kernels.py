@@ -1,4 +1,4 @@
-"""Kernels: settings that choose them, the workspaces of libraries, a device's time."""
+"""Kernels: settings that select them, workspaces of libraries, and the time of a device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 def kernel_settings() -> dict[str, object]:
-    """Global settings that choose kernels or change their results, by torch's names.
+    """Return the global settings that select kernels or change their results, by torch's names.
 
-    Not among them: which attention is chosen, which the captured graph says, and autotuning,
-    without which emitted graphs run. Some 4 µs.
+    Not included are the choice of an attention, which is in the captured graph, and autotuning,
+    which is off while emitted graphs run. Takes some 4 µs.
     """
     backends = torch.backends
     precision: Any = torch._C._get_fp32_precision_getter
-    found: dict[str, object] = {
+    settings: dict[str, object] = {
         "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.backends.cudnn.enabled": backends.cudnn.enabled,
         "torch.backends.cudnn.deterministic": backends.cudnn.deterministic,
@@ -25,17 +25,12 @@ def kernel_settings() -> dict[str, object]:
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
     }
     for backend, operation in _PRECISIONS:
-        found[f"torch.backends.{backend}.{operation}.fp32_precision"] = precision(
-            backend, operation
-        )
-    matmul = backends.cuda.matmul
-    found["torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"] = (
-        matmul.allow_fp16_reduced_precision_reduction
-    )
-    found["torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction"] = (
-        matmul.allow_bf16_reduced_precision_reduction
-    )
-    return found
+        name = f"torch.backends.{backend}.{operation}.fp32_precision"
+        settings[name] = precision(backend, operation)
+    for dtype in ("fp16", "bf16"):
+        name = f"allow_{dtype}_reduced_precision_reduction"
+        settings[f"torch.backends.cuda.matmul.{name}"] = getattr(backends.cuda.matmul, name)
+    return settings
 
 
 _PRECISIONS = (
@@ -45,10 +40,10 @@ _PRECISIONS = (
 
 
 class without_autotuning:  # noqa: N801, a context manager; one of contextlib's takes a microsecond
-    """No trying out of algorithms (``torch.backends.cudnn.benchmark``) inside.
+    """A context in which no algorithms are tried (``torch.backends.cudnn.benchmark``).
 
-    It takes workspaces of any size, anew in each thread, and what is computed again may take
-    another algorithm than the first time.
+    Autotuning takes workspaces of any size, again in each thread, and may choose another algorithm
+    for a recomputation than for the first computation.
     """
 
     def __enter__(self) -> None:
@@ -62,26 +57,27 @@ class without_autotuning:  # noqa: N801, a context manager; one of contextlib's 
 
 
 def clear_library_workspaces() -> None:
-    """Free the workspaces that torch holds for cuBLAS, which are allocated again when needed."""
+    """Free the workspaces that torch holds for cuBLAS; they are allocated again when needed."""
     clear: Any = torch._C._cuda_clearCublasWorkspaces
     clear()
 
 
 def delay_device(device: torch.device, seconds: float) -> None:
-    """Have the current stream of a CUDA device do nothing for about ``seconds``."""
+    """Let the current stream of a CUDA device idle for about ``seconds``."""
     sleep: Any = torch.cuda._sleep
     with torch.cuda.device(device):
         sleep(int(seconds * _CYCLES_PER_S))
 
 
 _CYCLES_PER_S = 2e9
-"""Clock of a GPU, rather too fast: a delay must not be shorter than asked for."""
+"""Clock rate of a GPU, rather too high, so that a delay is never shorter than requested."""
 
 
 @functools.cache
 def out_variant(target: Any, device: str) -> tuple[Any, str] | None:
-    """The variant of an operator that writes its one result to a tensor, and the argument that is
-    this tensor. ``None``: it has none whose kernel for the type of ``device`` does so itself.
+    """Return the variant of an operator that writes its result to a tensor, and that argument.
+
+    Returns ``None`` if there is none with a kernel for this type of device that writes directly.
     """
 
     def taken(operator: Any) -> list[tuple[str, str]]:
@@ -92,9 +88,9 @@ def out_variant(target: Any, device: str) -> tuple[Any, str] | None:
         given = [a.name for a in variant._schema.arguments if a.is_out]
         keys = [torch._C._dispatch_key_for_device(device), "CompositeExplicitAutograd"]
         if len(given) == 1 and taken(variant) == taken(target):
-            has_kernel, is_made_of_it = (
+            has_kernel, calls_target = (
                 torch._C._dispatch_has_kernel_for_dispatch_key(variant.name(), key) for key in keys
             )
-            if has_kernel and not is_made_of_it:
+            if has_kernel and not calls_target:
                 return variant, given[0]
     return None

@@ -1,4 +1,4 @@
-"""Modes of torch: how operations run whatever is active around them."""
+"""Modes of torch, and how operations run outside of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def real_execution() -> Iterator[None]:
-    """Run operations for real although a trace is going on."""
+    """Run operations on real data although a trace is active."""
     from torch._dispatch.python import no_python_dispatcher  # noqa: PLC0415
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
 
@@ -20,7 +20,7 @@ def real_execution() -> Iterator[None]:
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    """A context in which no ``TorchDispatchMode`` is on."""
+    """Return a context in which no ``TorchDispatchMode`` is active."""
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
 
     left: contextlib.AbstractContextManager[Any] = _disable_current_modes()
@@ -28,9 +28,9 @@ def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a ``TorchDispatchMode`` is on in this thread that is to see each operation.
+    """Return whether a ``TorchDispatchMode`` that must see each operation is active in this thread.
 
-    Dynamo compiles nothing under it. One that traces, or computes shapes, is among them.
+    Dynamo compiles nothing under it. Modes that trace, or compute shapes, are such modes.
     """
     if not torch._C._len_torch_dispatch_stack():
         return False

@@ -1,4 +1,4 @@
-"""Modules: what runs where one is called, what wraps one, and optimizers' steps."""
+"""Modules: what runs when one is called, wrappers of modules, and steps of optimizers."""
 
 from __future__ import annotations
 
@@ -15,54 +15,55 @@ from fxremat.torch_compat.collectives import HELD_LATE
 
 
 def call_instead(model: torch.nn.Module, call: Callable[..., Any] | None) -> None:
-    """Have ``call`` run wherever ``model`` is called, as ``nn.Module.compile`` does.
+    """Run ``call`` whenever ``model`` is called, as ``nn.Module.compile`` does.
 
-    ``None`` ends that.
+    ``None`` restores the model's own call.
     """
     model._compiled_call_impl = call
 
 
 def called_instead(model: torch.nn.Module) -> object:
-    """The function that runs in place of the model's own call; ``None``: the call itself."""
-    found: object = model._compiled_call_impl
-    return found
+    """Return the function that runs in place of the model's own call; ``None`` if there is none."""
+    call: object = model._compiled_call_impl
+    return call
 
 
 def own_call(model: torch.nn.Module) -> Callable[..., Any]:
-    """The forward of ``model`` with its hooks around it, whatever runs instead."""
-    found: Callable[..., Any] = model._call_impl
-    return found
+    """Return the forward of ``model`` with its hooks, without what runs in place of it."""
+    call: Callable[..., Any] = model._call_impl
+    return call
 
 
 def tensors_of_module(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Its parameters and buffers, one that is there twice maybe twice: much faster than with their
-    names.
+    """Return the parameters and buffers of a module; shared ones may be repeated.
+
+    This is much faster than iterating over them by name.
     """
-    found: list[torch.Tensor | None] = []
+    tensors: list[torch.Tensor | None] = []
     modules, waiting = {id(model)}, [model]
     while waiting:
-        own = waiting.pop().__dict__
-        found += own["_parameters"].values()
-        found += own["_buffers"].values()
-        for child in own["_modules"].values():
+        attributes = waiting.pop().__dict__
+        tensors += attributes["_parameters"].values()
+        tensors += attributes["_buffers"].values()
+        for child in attributes["_modules"].values():
             if child is not None and id(child) not in modules:
                 modules.add(id(child))
                 waiting.append(child)
-    return [tensor for tensor in found if tensor is not None]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def is_uninitialized(model: torch.nn.Module) -> bool:
-    """Whether it has parameters, or buffers, that its first call makes, as ``nn.LazyLinear``."""
+    """Return whether ``model`` has tensors that its first call makes, as ``nn.LazyLinear`` does."""
     return any(map(torch.nn.parameter.is_lazy, tensors_of_module(model)))
 
 
 def becomes_another_class(model: type[torch.nn.Module]) -> bool:
-    """Whether a module of this class takes another one at its first call."""
+    """Return whether modules of this class change their class at their first call."""
     return issubclass(model, torch.nn.modules.lazy.LazyModuleMixin)
 
 
 def wrapped_by(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside a ``DistributedDataParallel``; any other as it is."""
+    """Return the model inside a ``DistributedDataParallel``; any other module as it is."""
     if not torch.distributed.is_available():
         return model
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
@@ -74,21 +75,21 @@ def wrapped_by(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def wrapped_anew(wrapper: torch.nn.Module, run: Callable[..., Any]) -> torch.nn.Module:
-    """A ``DistributedDataParallel`` with all that ``wrapper`` has, whose forward calls ``run``.
+    """Return a ``DistributedDataParallel`` like ``wrapper`` whose forward calls ``run``.
 
-    Both are one in all else: what is set on one is set on the other.
+    Both share all attributes: what is set on one is set on the other.
     """
 
-    class Anew(type(wrapper)):  # type: ignore[misc]
+    class Rewrapped(type(wrapper)):  # type: ignore[misc]
         module = property(lambda _self: run)
 
-    made: torch.nn.Module = Anew.__new__(Anew)
+    made: torch.nn.Module = Rewrapped.__new__(Rewrapped)
     object.__setattr__(made, "__dict__", wrapper.__dict__)
     return made
 
 
 def bucket_bytes() -> tuple[int, ...]:
-    """Bytes of each parameter in the buckets of a ``DistributedDataParallel`` around this call."""
+    """Return the bytes of parameters in the buckets of the active ``DistributedDataParallel``."""
     wrapper = _data_parallel()
     active = None if wrapper is None else wrapper._get_active_ddp_module()
     if active is None:
@@ -98,7 +99,7 @@ def bucket_bytes() -> tuple[int, ...]:
 
 @functools.cache
 def _data_parallel() -> Any:
-    """The class of wrappers whose buckets gradients go to, where this torch has it."""
+    """Return ``DistributedDataParallel``, if this torch has it."""
     if not torch.distributed.is_available():
         return None
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
@@ -109,7 +110,7 @@ def _data_parallel() -> Any:
 def around_optimizers(
     before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
 ) -> Callable[[], None]:
-    """Have both called around each step of any optimizer; what is returned ends that."""
+    """Call functions before and after each step of any optimizer; return a function to end this."""
     from torch.optim.optimizer import (  # noqa: PLC0415
         register_optimizer_step_post_hook,
         register_optimizer_step_pre_hook,
@@ -128,28 +129,28 @@ def around_optimizers(
 
 
 def step_unseen(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step that no hook sees, neither those of all optimizers nor a profiler's name for it.
+    """Make a step that calls no hooks of optimizers and has no name in a profile.
 
-    Steps of other threads are seen meanwhile.
+    Hooks still run for steps of other threads.
     """
     step: Callable[..., object] = type(optimizer).step
     if getattr(step, "hooked", False):
         step = getattr(step, "__wrapped__", step)
     with contextlib.ExitStack() as stack:
-        # A class whose step calls that of its base comes by them again.
+        # A step that calls the step of its base class would call hooks again.
         for hooks in _hooks_of_all_optimizers():
-            stack.enter_context(_deaf(hooks))
+            stack.enter_context(_disabled_here(hooks))
         step(optimizer)
 
 
 def _hooks_of_all_optimizers() -> tuple[dict[int, Callable[..., Any]], ...]:
-    own: Any = importlib.import_module("torch.optim.optimizer")
-    return own._global_optimizer_pre_hooks, own._global_optimizer_post_hooks
+    module: Any = importlib.import_module("torch.optim.optimizer")
+    return module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks
 
 
 @contextlib.contextmanager
-def _deaf(hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
-    """Have hooks called in other threads only."""
+def _disabled_here(hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
+    """Disable hooks in this thread."""
     here, before = threading.get_ident(), dict(hooks)
 
     def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,12 +166,12 @@ def _deaf(hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
         yield
     finally:
         for number, hook in before.items():
-            if number in hooks:  # else it was removed meanwhile
+            if number in hooks:  # otherwise it was removed in the meantime
                 hooks[number] = hook
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether ``fully_shard`` has left a process parts of the model's parameters alone."""
+    """Return whether ``fully_shard`` has sharded parameters of the model."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
@@ -179,8 +180,10 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def late_bytes(model: torch.nn.Module) -> int:
-    """Bytes of buffers of ``fully_shard`` that may be there or not, as other processes have it:
-    the largest group of parameters that is gathered at once, on a CPU several of them.
+    """Return bytes of buffers of ``fully_shard`` that exist or not, depending on other processes.
+
+    They are those of the largest group of parameters that is gathered at once, on a CPU several
+    times.
     """
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
@@ -190,7 +193,7 @@ def late_bytes(model: torch.nn.Module) -> int:
     for unit in units:
         nested = [m for m in unit.modules() if isinstance(m, FSDPModule) and m is not unit]
         others: set[int] = set().union(*(inner[id(m)] for m in nested))
-        own = (p for p in unit.parameters() if id(p) not in others)
-        most = max(most, sum(p.numel() * p.element_size() for p in own))
+        gathered = (p for p in unit.parameters() if id(p) not in others)
+        most = max(most, sum(p.numel() * p.element_size() for p in gathered))
     on_cpu = any(p.device.type == "cpu" for p in model.parameters())
     return HELD_LATE * most if on_cpu else most

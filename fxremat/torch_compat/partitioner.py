@@ -1,8 +1,8 @@
-"""The partitioner of torch.compile: what it asks of whoever decides what it saves.
+"""The partitioner of torch.compile, and its hooks for choosing what is saved.
 
-Private names, checked on 2.13: ``torch._functorch.config.activation_memory_budget*``, the two
-classes of ``torch._inductor.custom_graph_pass`` that may be given there, and of the ``NodeInfo``
-that it hands over, ``required_bw_nodes``.
+Private names, checked with torch 2.13: ``torch._functorch.config.activation_memory_budget*``, the
+two classes of ``torch._inductor.custom_graph_pass`` for these settings, and
+``NodeInfo.required_bw_nodes``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Partition:
     """A joint graph, and what may be saved of it for the backward.
 
     Attributes:
-        forward: operations in order that do not follow from the gradients of the outputs.
+        forward: operations, in order, that do not depend on the gradients of the outputs.
         required: those of them whose results the backward reads.
-        candidates: those whose results are either saved or computed again. All other results
-            are computed again where they are needed, or saved in place of several candidates.
-        sizes: of each candidate, as a share of the bytes that a budget of 1 saves beside the
+        candidates: those whose results are either saved or computed again. All other results are
+            computed again where needed, or saved in place of several candidates.
+        sizes: size of each candidate, as a share of the bytes that a budget of 1 saves besides the
             inputs.
-        limit: of the sizes of all that is saved, likewise.
+        limit: limit on the total size of what is saved, as such a share.
     """
 
     forward: tuple[fx.Node, ...]
@@ -37,7 +37,7 @@ class Partition:
 
 
 def has_partitioner_hooks() -> bool:
-    """Whether this torch lets others choose what its partitioner saves."""
+    """Return whether this torch allows choosing what its partitioner saves."""
     try:
         from torch._inductor.custom_graph_pass import (  # noqa: F401, PLC0415
             CustomKnapsackSolver,
@@ -54,16 +54,18 @@ def partitioned_by(
     *,
     budget: float,
 ) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the partitioner asks what to save within a share of the saved bytes.
+    """Return a context in which ``choose`` decides what the partitioner saves.
 
-    What is compiled in it is in none of AOTAutograd's caches: measured seconds bear on it.
+    Nothing that is compiled inside is put into AOTAutograd's caches, because it depends on measured
+    seconds.
 
     Args:
-        choose: the candidates that are saved.
-        seconds_of: what computing an operation takes; the partitioner notes it.
+        choose: returns the candidates to save.
+        seconds_of: returns the seconds of an operation, which the partitioner reports.
         budget: share in [0, 1], as ``activation_memory_budget``.
 
-    Requires: :func:`has_partitioner_hooks`.
+    Requires:
+        :func:`has_partitioner_hooks`.
     """
     from torch._functorch import config  # noqa: PLC0415
     from torch._inductor.custom_graph_pass import (  # noqa: PLC0415

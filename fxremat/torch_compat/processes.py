@@ -1,7 +1,7 @@
-"""Other processes of ``torch.distributed``: who trains a model with this one, and what they share.
+"""Processes of ``torch.distributed``: which of them train a model together, and what they share.
 
-Private names, checked on 2.13: ``distributed_c10d._get_default_store``, the store through which a
-default process group found its members.
+Private names, checked with torch 2.13: ``distributed_c10d._get_default_store``, the store through
+which the default process group was initialized.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from torch import nn
 
 
 def has_processes() -> bool:
-    """Whether a process group is there."""
+    """Return whether a process group is initialized."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized()
 
 
 def own_rank() -> int:
-    """The rank of this process among all."""
+    """Return the global rank of this process."""
     return torch.distributed.get_rank()
 
 
 def ranks_in(group: object = None) -> tuple[int, ...]:
-    """Ranks of the processes of a group; ``None``: of all."""
+    """Return the ranks of the processes of a group; ``None`` stands for all processes."""
     group = torch.distributed.group.WORLD if group is None else group
     return tuple(torch.distributed.get_process_group_ranks(group))  # type: ignore[arg-type]
 
 
 def is_group(value: object) -> bool:
-    """Whether it is a process group that this process is in."""
+    """Return whether ``value`` is a process group that this process is in."""
     return has_processes() and isinstance(value, torch.distributed.ProcessGroup)
 
 
 def ranks_of(model: nn.Module) -> tuple[int, ...]:
-    """Ranks of the processes that train a model together, by its wrapper or its parameters.
+    """Return the ranks of the processes that train a model together.
 
-    Empty where neither tells: each process may train a model of its own.
+    They are derived from its wrapper or its parameters. If neither says, the result is empty: each
+    process may train another model.
     """
     if not has_processes():
         return ()
@@ -48,16 +49,16 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
     if isinstance(model, DistributedDataParallel):
         return ranks_in(model.process_group)
     meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
-    found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
-    return max(found, key=len, default=())
+    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
+    return max(ranks, key=len, default=())
 
 
 class SharedStore:
     """Bytes by name that the processes of a group share.
 
     Args:
-        prefix: of names: others do not meet those of this one.
-        base: a store; ``None``: that through which all processes found each other.
+        prefix: prefix of all names, which keeps stores separate.
+        base: a store; ``None``: the one through which all processes were initialized.
     """
 
     def __init__(self, prefix: str, base: Any = None) -> None:
@@ -66,24 +67,24 @@ class SharedStore:
         self._store = torch.distributed.PrefixStore(prefix, base)  # type: ignore[attr-defined]
 
     def put(self, name: str, data: bytes) -> None:
-        """Let others have it."""
+        """Publish ``data`` to the other processes."""
         self._store.set(name, data)  # type: ignore[arg-type]
 
     def get(self, name: str, timeout_s: float) -> bytes | None:
-        """Bytes that a process has put there, or puts within the time; ``None``: none did."""
+        """Wait for the bytes that a process publishes; return ``None`` after the timeout."""
         try:
             self._store.wait([name], timedelta(seconds=max(timeout_s, 0.001)))
             return bytes(self._store.get(name))
-        except (RuntimeError, ValueError):  # nobody did, or whoever keeps it is gone
+        except (RuntimeError, ValueError):  # the timeout, or the end of the process with the store
             return None
 
     def count(self, name: str, more: int = 1) -> int:
-        """Add to a counter; its new value."""
+        """Add ``more`` to a counter; return its new value."""
         return int(self._store.add(name, more))
 
     def drop(self, name: str) -> None:
-        """Delete what nobody needs any more."""
+        """Delete an entry that no process needs any more."""
         try:
             self._store.delete_key(name)
-        except RuntimeError:  # a store that keeps all
+        except RuntimeError:  # a store that cannot delete
             return

@@ -14,7 +14,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of a dense tensor's storage while the tensor is alive."""
+    """Return the identity of a dense tensor's storage, which holds while the tensor is alive."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -58,51 +58,55 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part that this process has of a tensor that several share; any other as it is."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    """Return this process's part of a distributed tensor; any other tensor as it is."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage on a device that tensors have, once each.
+    """Return the bytes of each storage of ``tensors`` on a device, once each.
 
     Args:
-        device: other tensors are left out.
-        tensors: of one that several processes share, only this process's part counts.
+        device: tensors on other devices are left out.
+        tensors: of a distributed tensor, only this process's part counts.
 
-    Returns bytes by the storage's identity, which holds while one of the tensors is alive.
+    Returns:
+        Bytes by the storage's identity, which holds while one of the tensors is alive.
     """
     nbytes: dict[int, int] = {}
     on_cpu = device.type == "cpu"
     for tensor in tensors:
-        own = tensor if type(tensor) in _PLAIN else local_part(tensor)
-        if own.is_cpu if on_cpu else own.device == device:
-            if torch._C._has_storage(own):  # without a dict for each: this runs at each call
-                storage: Any = own.untyped_storage()
+        local = tensor if type(tensor) in _PLAIN else local_part(tensor)
+        if local.is_cpu if on_cpu else local.device == device:
+            if torch._C._has_storage(local):  # makes no dict, because this runs at each call
+                storage: Any = local.untyped_storage()
                 nbytes[storage._cdata] = storage.nbytes()
             else:
-                nbytes |= storages_of(own)
+                nbytes |= storages_of(local)
     return nbytes
 
 
 def meta_storage(nbytes: int) -> torch.UntypedStorage:
-    """A storage without data."""
+    """Return a storage without data."""
     return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
 
 
 def reinterpreter() -> Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.Tensor]:
-    """The cheapest way to a view: a tensor, shape, strides, and an offset beyond the tensor's."""
+    """Return the fastest function that makes a view, given a tensor, shape, strides, and an offset.
+
+    The offset is relative to that of the tensor.
+    """
     guards: Any = torch._C._dynamo.guards
-    found: Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.Tensor]
-    found = guards._reinterpret_tensor
-    return found
+    reinterpret: Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.Tensor]
+    reinterpret = guards._reinterpret_tensor
+    return reinterpret
 
 
 class StorageAlive:
-    """Whether the memory of a tensor is still held by anyone; it holds none itself.
+    """Whether the storage of a tensor is still held; it does not hold the storage itself.
 
     Attributes:
-        nbytes: of the storage.
+        nbytes: size of the storage.
         key: its identity while it is held.
     """
 

@@ -1,4 +1,4 @@
-"""Symbolic sizes: expressions, values at the capture, limits."""
+"""Symbolic sizes: their expressions, values at the capture, and limits."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 
 
 def has_symbols(tensor: torch.Tensor) -> bool:
-    """Whether any size, stride or offset of ``tensor`` is a symbol, or follows one."""
+    """Return whether any size, stride or offset of ``tensor`` is symbolic."""
     return bool(getattr(tensor, "_has_symbolic_sizes_strides", False))
 
 
 def is_nested_size(number: torch.SymInt) -> bool:
-    """Whether it stands for lengths that differ, those of a nested tensor's rows."""
+    """Return whether ``number`` stands for varying lengths, such as of a nested tensor's rows."""
     return bool(number.node.is_nested_int())
 
 
 def expression_of(number: torch.SymInt) -> tuple[Any, int | None]:
-    """The sympy expression of a symbolic size, and its value at the sizes of the capture.
+    """Return the sympy expression of a symbolic size, and its value at the capture.
 
-    No value where it depends on data.
+    The value is ``None`` if it depends on data.
     """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # noqa: PLC0415
 
@@ -28,31 +28,31 @@ def expression_of(number: torch.SymInt) -> tuple[Any, int | None]:
     if free_unbacked_symbols(expression):
         return expression, None
     hint = number.node.hint
-    if hint is None:  # made by data, and then seen to equal what does not depend on data
+    if hint is None:  # it depended on data, and was found to equal what does not
         hint = expression.xreplace({s: symbol_hint(number, s) for s in expression.free_symbols})
     return expression, int(hint)
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """A size, a symbolic one at the capture."""
+    """Return a size, or the value of a symbolic size at the capture."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 
 def symbol_hint(number: torch.SymInt, symbol: Any) -> int:
-    """The value at the capture of a symbol in the expression of ``number``."""
+    """Return the value at the capture of a symbol in the expression of ``number``."""
     environment: Any = number.node.shape_env
     hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
     return int(hints[symbol])
 
 
 def symbol_most(number: torch.SymInt, symbol: Any) -> int | None:
-    """The largest value of a symbol for which what was captured holds; ``None``: any."""
+    """Return the largest value of a symbol for which the capture is valid; ``None``: no limit."""
     upper = number.node.shape_env.var_to_range[symbol].upper
     return int(upper) if upper.is_Integer else None
 
 
 def equalities_of(number: torch.SymInt) -> list[Any]:
-    """Expressions that are 0 wherever what was captured with the symbols of ``number`` holds."""
+    """Return expressions that are 0 wherever the capture with symbols of ``number`` is valid."""
     import sympy  # noqa: PLC0415
 
     guards = (guard.expr for guard in number.node.shape_env.guards)
@@ -60,15 +60,15 @@ def equalities_of(number: torch.SymInt) -> list[Any]:
 
 
 def divisors_in(expression: Any) -> set[int]:
-    """Whole numbers by which a sympy expression divides, for a quotient or a remainder."""
+    """Return the integers by which a sympy expression divides, for a quotient or a remainder."""
     from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod  # noqa: PLC0415
 
-    found = (atom.args[1] for atom in expression.atoms(FloorDiv, Mod, PythonMod))
-    return {abs(int(divisor)) for divisor in found if divisor.is_Integer}
+    divisors = (atom.args[1] for atom in expression.atoms(FloorDiv, Mod, PythonMod))
+    return {abs(int(divisor)) for divisor in divisors if divisor.is_Integer}
 
 
 def python_text(expression: Any) -> str:
-    """A sympy expression of sizes as Python code."""
+    """Return a sympy expression of sizes as Python code."""
     from torch.utils._sympy.printers import PythonPrinter  # noqa: PLC0415
 
     text: str = PythonPrinter().doprint(expression)

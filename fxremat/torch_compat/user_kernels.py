@@ -1,11 +1,11 @@
-"""Kernels that a user has written for Triton, as operations of a graph.
+"""User-written Triton kernels as operations of a graph.
 
-Dynamo and ``torch.library.wrap_triton`` put a higher-order operator into a graph for each launch.
-Its node names the kernel, and arguments that no graph can hold, by places in a table of the
+Dynamo and ``torch.library.wrap_triton`` put a higher-order operator into the graph for each launch.
+Its node refers to the kernel, and to arguments that no graph can hold, by places in a table of the
 process.
 
-Private names, checked on 2.13: ``triton_kernel_wrap`` with its operators, their keyword arguments,
-its ``kernel_side_table`` and ``generate_ttir``; of Triton 3.7 ``JITFunction.cache_key`` and
+Private names, checked with torch 2.13: ``triton_kernel_wrap`` with its operators, their keyword
+arguments, its ``kernel_side_table`` and ``generate_ttir``; of Triton 3.7 ``JITFunction.cache_key``,
 attributes of ``Autotuner``, and its ``_bench``, which runs one configuration.
 """
 
@@ -33,11 +33,11 @@ class UserLaunch:
     """One launch in a graph.
 
     Attributes:
-        kernel: what Triton's decorators have made of the function.
+        kernel: the result of Triton's decorators.
         constants: arguments that no graph can hold, by name.
-        grid: how many programs run, for each configuration that the kernel is tuned over.
-        descriptors: of tensors that the kernel reads by descriptors, how these are made.
-        arguments: by name, in order; nodes among them.
+        grid: how many programs run, for each configuration of the kernel.
+        descriptors: how descriptors of tensors are made that the kernel reads.
+        arguments: arguments by name, in order; some are nodes.
         written: names of the tensors that the kernel writes to, in the order of the arguments.
     """
 
@@ -50,11 +50,12 @@ class UserLaunch:
 
 
 def user_launch(node: fx.Node) -> UserLaunch | None:
-    """The launch that ``node`` is, of a kernel whose results are copies of what it writes to;
-    ``None``: it is none.
+    """Return the launch of ``node``, whose results are copies of the tensors that it writes to.
+
+    Returns ``None`` if ``node`` is no launch.
     """
     if getattr(node.target, "__name__", None) != "triton_kernel_wrapper_functional":
-        return None  # by name: to import the operator takes time, and most steps have none
+        return None  # compared by name, because importing the operator takes time
     given: Any = node.kwargs
     table = _table()
     cloned = frozenset(given["tensors_to_clone"])
@@ -78,8 +79,8 @@ class KernelLauncher:
     """Launches one kernel, which writes to the tensors that it is given.
 
     Args:
-        kernel: as :class:`UserLaunch` has it.
-        constants: as :class:`UserLaunch` has them.
+        kernel: as in :class:`UserLaunch`.
+        constants: as in :class:`UserLaunch`.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:
@@ -88,19 +89,19 @@ class KernelLauncher:
 
     @property
     def has_choices(self) -> bool:
-        """Whether Triton has chosen a configuration, and still knows it."""
+        """Whether Triton has chosen a configuration and still has it cached."""
         return any(getattr(kernel, "cache", ()) for kernel in _wrapped(self._kernel))
 
     def __call__(
         self, grid: Sequence[Any], descriptors: Mapping[str, Any], arguments: Mapping[str, Any]
     ) -> None:
-        """Launch it; without data nothing is launched."""
+        """Launch the kernel; nothing is launched for tensors without data."""
         from torch._higher_order_ops.triton_kernel_wrap import (  # noqa: PLC0415
             triton_kernel_wrapper_mutation,
         )
 
         table, place = _table(), self._place
-        if table.constant_args.get(place) is not self._constants:  # Dynamo's reset empties it
+        if table.constant_args.get(place) is not self._constants:  # a reset of Dynamo empties it
             place = self._place = table.add_constant_args(self._constants)
         triton_kernel_wrapper_mutation(
             kernel_idx=table.add_kernel(self._kernel),
@@ -112,14 +113,15 @@ class KernelLauncher:
 
 
 def kernel_name(kernel: Any) -> str:
-    """The name of the function that a user has written."""
+    """Return the name of the user's function."""
     *_, function = _wrapped(kernel)
     return str(getattr(function, "__name__", type(kernel).__name__))
 
 
 def kernel_digest(kernel: Any, constants: Mapping[str, Any]) -> str:
-    """A digest that is the same in any process: of the source of ``kernel``, and of all that it
-    calls and reads, of how it is compiled and tuned, and of ``constants``.
+    """Return a digest of a kernel and its constants that is equal in all processes.
+
+    It covers the kernel's source, all that it calls and reads, and how it is compiled and tuned.
     """
     lines = [*_described(kernel), *(f"{name} {_text(constants[name])}" for name in constants)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -145,7 +147,7 @@ _OF_TUNING = (
 
 
 def _text(value: Any) -> str:
-    """A value as text that holds no address."""
+    """Return a value as text without addresses."""
     if hasattr(value, "cache_key"):
         return str(value.cache_key)
     if isinstance(value, Mapping):
@@ -159,7 +161,7 @@ def _text(value: Any) -> str:
 
 
 def _code_text(code: CodeType) -> str:
-    """What a function does, by its own names and constants, with functions inside it."""
+    """Return the code of a function as text, including functions inside it."""
     consts = [
         _code_text(const) if isinstance(const, CodeType) else _text(const)
         for const in code.co_consts
@@ -168,18 +170,18 @@ def _code_text(code: CodeType) -> str:
 
 
 def _closure_text(function: Any) -> str:
-    """Values that a function has from around it, of which functions by their code, and defaults."""
+    """Return the closure and the defaults of a function as text."""
     named = list[str]()
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a name that has no value yet
+        with contextlib.suppress(ValueError):  # a name without a value
             value = cell.cell_contents
-            code = getattr(value, "__code__", None)  # no further: a function may hold itself
+            code = getattr(value, "__code__", None)  # not its closure, which may contain itself
             named.append(_text(value) if code is None else _code_text(code))
     return f"{named} {_text(function.__defaults__)} {_text(function.__kwdefaults__)}"
 
 
 def _wrapped(kernel: Any) -> Iterator[Any]:
-    """A kernel, and what its decorators have wrapped, down to the function."""
+    """Yield a kernel and everything that its decorators wrap, down to the function."""
     yield kernel
     while hasattr(kernel, "fn"):
         kernel = kernel.fn
@@ -187,17 +189,16 @@ def _wrapped(kernel: Any) -> Iterator[Any]:
 
 
 def is_tuned(kernel: Any) -> bool:
-    """Whether Triton tries out several configurations when it is first launched."""
+    """Return whether Triton tries several configurations at the first launch."""
     return any(len(getattr(layer, "configs", ())) > 1 for layer in _wrapped(kernel))
 
 
 def gives_same_bits(launch: UserLaunch) -> bool:
-    """Whether two launches with equal arguments leave equal bits, whatever order programs run in.
+    """Return whether two launches with equal arguments compute equal bits in any order of programs.
 
-    The form into which Triton parses the kernel says it: floats that several programs add to one
-    place are summed in any order, and what an atomic operation returns, exchanges or compares
-    depends on who came first. ``False`` also where Triton cannot parse the kernel for the arguments
-    as traced.
+    The parsed kernel shows it: floats that several programs add to one place are summed in any
+    order, and what an atomic operation returns, exchanges or compares depends on which program came
+    first. The result is also ``False`` if Triton cannot parse the kernel for the traced arguments.
     """
     from torch._higher_order_ops.triton_kernel_wrap import generate_ttir  # noqa: PLC0415
 
@@ -210,7 +211,7 @@ def gives_same_bits(launch: UserLaunch) -> bool:
             launch.kernel, {**values, **launch.constants}, dict(launch.descriptors)
         )
         text = str(module)
-    except Exception:  # of any kind: torch asks in the same way, and takes it as an answer, too
+    except Exception:  # torch, too, treats any error as a "no" here
         return False
     return all(map(_is_ordered, re.split(r"^\s*tt\.func ", text, flags=re.MULTILINE)))
 
@@ -218,12 +219,12 @@ def gives_same_bits(launch: UserLaunch) -> bool:
 _ATOMIC = re.compile(r"(?:(%\S+) = )?\"?tt\.atomic_(rmw|cas|poll)\"?[ (](\w*)")
 
 _ANY_ORDER = ("add", "and", "or", "xor", "max", "min", "umax", "umin")
-"""Atomic operations that give the same result in any order: of whole numbers, or that choose one of
-those given."""
+"""Atomic operations with the same result in any order: on integers, or choosing one of their
+operands."""
 
 
 def _is_ordered(function: str) -> bool:
-    """Whether nothing that a function computes depends on the order of programs."""
+    """Return whether nothing that a function computes depends on the order of programs."""
     for result, kind, operation in _ATOMIC.findall(function):
         read = len(re.findall(rf"{re.escape(result)}(?![\w:#])", function)) > 1 if result else False
         if kind != "rmw" or operation not in _ANY_ORDER or read:
@@ -232,7 +233,7 @@ def _is_ordered(function: str) -> bool:
 
 
 def clone_with_strides(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in a new storage, in which it lies as ``tensor`` does in its storage."""
+    """Return a copy in a new storage, with the strides and the offset of ``tensor``."""
     from torch import _prims_common  # noqa: PLC0415
 
     clone: Any = _prims_common.clone_preserve_strides
@@ -242,11 +243,11 @@ def clone_with_strides(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def without_launches() -> Iterator[None]:
-    """Let no kernel be launched that is given tensors without data: it would write to address 0.
+    """Launch no kernel for tensors without data, which would write to address 0.
 
-    Triton itself launches it. Launches with data, of any thread, are as ever.
+    This affects launches by Triton itself. Launches with data, of any thread, run as usual.
     """
-    if "triton" not in sys.modules:  # nobody can have written a kernel
+    if "triton" not in sys.modules:  # there are no kernels
         yield
         return
     with _lock:
@@ -264,10 +265,9 @@ def without_launches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tunings() -> Iterator[list[str]]:
-    """A list of the kernels that Triton tunes inside, by name, in any thread.
+    """Yield a list of the names of kernels that Triton tunes inside, in any thread.
 
-    Those of a kernel which was the first to load Triton are not among them: the list then holds
-    ``"triton"``.
+    If Triton is loaded inside, the list is ``["triton"]`` instead.
     """
     names: list[str] = []
     if "triton" not in sys.modules:
@@ -278,11 +278,11 @@ def tunings() -> Iterator[list[str]]:
     with _tuning:
         run = tuner._bench
 
-        def noted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        def bench(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             names.append(kernel_name(kernel))
             return run(kernel, *args, **kwargs)
 
-        tuner._bench = noted
+        tuner._bench = bench
         try:
             yield names
         finally:
@@ -293,23 +293,23 @@ _lock, _tuning = threading.Lock(), threading.RLock()
 
 
 class _Withheld:
-    """What launches kernels, while some are withheld."""
+    """Replaces Triton's launchers while launches without data are withheld."""
 
     depth = 0
-    _own: tuple[tuple[Any, Any], ...] = ()
+    _originals: tuple[tuple[Any, Any], ...] = ()
 
     @classmethod
     def replace(cls) -> None:
         tuner: Any = importlib.import_module("triton.runtime.autotuner")
         compiler: Any = importlib.import_module("triton.runtime.jit")
         kinds = tuner.Autotuner, compiler.JITFunction
-        cls._own = tuple((kind, kind.run) for kind in kinds)
-        for kind, run in cls._own:
+        cls._originals = tuple((kind, kind.run) for kind in kinds)
+        for kind, run in cls._originals:
             kind.run = _unless_fake(run)
 
     @classmethod
     def restore(cls) -> None:
-        for kind, run in cls._own:
+        for kind, run in cls._originals:
             kind.run = run
 
 
