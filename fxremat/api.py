@@ -24,7 +24,7 @@ from fxremat.frontend.arguments import (
     read_model,
     read_plan,
 )
-from fxremat.frontend.batches import Batching, Dim, read_dims, read_most
+from fxremat.frontend.batches import Batching, Dim, read_dim, read_most
 from fxremat.frontend.budget import Budget, Readable
 from fxremat.frontend.checks import check_verifiable, cross_checked, refuse_check, verified
 from fxremat.frontend.compiled import CompiledModule, compiled, original_of
@@ -265,7 +265,7 @@ def max_batch(
     sample: object,
     budget: str | int,
     *,
-    dim: Dim | list[Dim] = 0,
+    dim: Dim = 0,
     most: int | None = None,
     **options: Any,
 ) -> Batches:
@@ -283,8 +283,7 @@ def max_batch(
             should differ from its other sizes, and be at least 2.
         budget: ``"6 GiB"``, or bytes as an int.
         dim: the batch: a dimension of the sample's first tensor; or a pair, an argument's index
-            or name and a dimension of it. A list of these asks for all sizes that fit together:
-            for some sizes of the others the largest of the first.
+            or name and a dimension of it.
         most: the largest size that is asked for; none beyond 2^20 is anyway.
         **options: of :func:`compile`, but ``dynamic``, ``plan``, ``in_flight`` and ``ranks``.
 
@@ -306,7 +305,7 @@ def max_batch(
         raise BudgetError(f"budget is {budget!r}: give bytes as '6 GiB' or an int")
     _refuse(options, ("dynamic", "plan"), "max_batch, which captures all sizes at once")
     _refuse(options, ("in_flight", "ranks"), "max_batch, which knows of one step")
-    asked = read_dims(model, call, dim)
+    asked = read_dim(model, call, dim)
     try:
         made = compile(model, call, 1.0, dynamic=True, **_whole(options))
     except SizesError as error:
@@ -352,7 +351,7 @@ def estimate(
     *,
     device: Device | str | os.PathLike[str] = "cpu",
     budget: Readable | None = None,
-    dim: Dim | list[Dim] | None = None,
+    dim: Dim | None = None,
     most: int | None = None,
     costs: Plan | str | os.PathLike[str] | None = None,
     verify: bool = False,

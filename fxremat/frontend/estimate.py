@@ -14,7 +14,7 @@ from fxremat import torch_compat
 from fxremat.costs.devices import Device
 from fxremat.errors import BudgetError, SizesError
 from fxremat.frontend.arguments import Arguments, Optimizer
-from fxremat.frontend.batches import Batching, Dim, NamedDim, read_dims
+from fxremat.frontend.batches import Batching, Dim, NamedDim, read_dim
 from fxremat.frontend.budget import Budget, TrainingBudget
 from fxremat.frontend.captured import CapturedStep
 from fxremat.frontend.losses import Compared, LossOfOutputs, own_loss, target_bytes
@@ -201,13 +201,13 @@ def estimate_step(
     model: nn.Module,
     sample: Sample,
     asked: Asked,
-    dim: Dim | list[Dim] | None,
+    dim: Dim | None,
     most: int,
     progress: Progress,
 ) -> Estimate:
     """All that :func:`fxremat.estimate` returns."""
     copies = FakeCopies()
-    dims = () if dim is None else read_dims(model, sample, dim)
+    named = None if dim is None else read_dim(model, sample, dim)
     shape = sample.map(copies.of)
     plan, batches, budget_bytes = None, None, None
     with copies.inside(model), in_training(model), torch.enable_grad():
@@ -222,8 +222,8 @@ def estimate_step(
             planner.started = False
             with contextlib.suppress(BudgetError):  # nothing fits
                 plan = planner.again(context).completed().plan
-        if dims:
-            batches = _batches(model, shape, asked, copies, dims, most, progress)
+        if named is not None:
+            batches = _batches(model, shape, asked, copies, named, most, progress)
     return Estimate(
         device=asked.device.name,
         kept=kept,
@@ -243,11 +243,11 @@ def _batches(
     sample: Sample,
     asked: Asked,
     copies: FakeCopies,
-    dims: Sequence[NamedDim],
+    dim: NamedDim,
     most: int,
     progress: Progress,
 ) -> Batches | None:
-    """The sizes of ``dims`` that fit the budget's bytes; ``None``: none does."""
+    """The sizes of ``dim`` that fit the budget's bytes; ``None``: none does."""
     assert asked.budget is not None and asked.budget.nbytes is not None
     try:
         planner, context = planner_dry(model, sample, asked, copies, progress, dynamic=True)
@@ -268,7 +268,7 @@ def _batches(
         progress,
     )
     try:
-        return batching.over(dims)
+        return batching.over(dim)
     except BudgetError:
         return None
 
