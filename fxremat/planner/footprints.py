@@ -1,6 +1,7 @@
-"""What running a block asks of the device's allocator, in order, and what that comes to.
+"""What running a block asks of the device's allocator, in order.
 
 Each operation of a block asks for its results and its workspace, and gives back what it reads last.
+What that comes to is summed up in compiled loops (``planner.memory``).
 """
 
 from __future__ import annotations
@@ -25,19 +26,6 @@ and then for its workspace."""
 
 WORKSPACE = -1
 """The key of what is asked for and given back at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What running a block does to memory.
-
-    Attributes:
-        peak_bytes: most bytes at any instant, less those at the start; never negative.
-        change_bytes: bytes at the end, less those at the start.
-    """
-
-    peak_bytes: int
-    change_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +151,8 @@ def requests_of(
     return tuple(request for request in asked if request[1])
 
 
-def run(requests: tuple[Request, ...]) -> Footprint:
-    """What ``requests`` come to, each counted as it is."""
-    now = peak = 0
-    for _, nbytes in requests:
-        now += nbytes
-        peak = max(peak, now)
-    return Footprint(peak, now)
-
-
 class Footprints:
-    """Footprints of blocks of one line; what each block asks for is found once."""
+    """What blocks of one line ask of the allocator; of each block it is found once."""
 
     def __init__(
         self, line: Line, workspace_bytes: WorkspaceBytes, asked: Asked = _as_returned
@@ -182,10 +161,6 @@ class Footprints:
         self._workspace_bytes = workspace_bytes
         self._asked = asked
         self._steps: dict[int, tuple[Block, tuple[OperationRequests, ...]]] = {}
-
-    def of(self, block: Block, *, kept: frozenset[int]) -> Footprint:
-        """What ``block`` does to memory while others hold the storages ``kept``."""
-        return run(self.requests(block, kept=kept))
 
     def requests(
         self, block: Block, *, kept: frozenset[int], in_pieces: bool = False
