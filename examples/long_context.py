@@ -5,7 +5,7 @@
 ``max_batch`` captures the step once, at a short sample, and finds how long sequences may be: of
 dimension 1 of ``input_ids``, which the labels follow. Nothing of any other length is run. What it
 finds is then planned and trained, beside the same training without a budget. Give it ``dim=0`` for
-the largest batch, or both dimensions for the frontier between them.
+the largest batch.
 
 The model is small and random, the text is what Python's ``help("topics")`` shows.
 """

@@ -35,7 +35,7 @@ from fxremat.report.frontier import Batches, Frontier
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
 from fxremat.sizing.estimate import Asked, estimate_step
-from fxremat.sizing.max_batch import Batching, Dim, read_dims, read_most
+from fxremat.sizing.max_batch import Batching, Dim, read_dim, read_most
 from fxremat.units import Counted
 
 
@@ -237,7 +237,7 @@ def max_batch(
     sample: object,
     budget: str | int,
     *,
-    dim: Dim | list[Dim] = 0,
+    dim: Dim = 0,
     most: int | None = None,
     **options: Any,
 ) -> Batches:
@@ -255,8 +255,7 @@ def max_batch(
             should differ from its other sizes, and be at least 2.
         budget: ``"6 GiB"``, ``"6 GiB reserved"``, or bytes as an int.
         dim: the batch: a dimension of the sample's first tensor; or a pair, an argument's index
-            or name and a dimension of it. A list of these asks for all sizes that fit together:
-            for some sizes of the others the largest of the first.
+            or name and a dimension of it.
         most: the largest size that is asked for; none beyond 2^20 is anyway.
         **options: of :func:`compile`, but ``dynamic``, ``plan``, ``regions``, ``in_flight`` and
             ``ranks``.
@@ -279,7 +278,7 @@ def max_batch(
     if budget_bytes is None:
         raise BudgetError(f"budget is {budget!r}: give bytes as '6 GiB' or an int")
     options = _whole("max_batch", options)
-    asked = read_dims(model, call, dim)
+    asked = read_dim(model, call, dim)
     try:
         made = compile(model, call, f"100% {read.counted}", dynamic=True, **options)
     except SizesError as error:
@@ -321,7 +320,7 @@ def estimate(
     *,
     device: Device | str | os.PathLike[str] = "cpu",
     budget: Readable | None = None,
-    dim: Dim | list[Dim] | None = None,
+    dim: Dim | None = None,
     most: int | None = None,
     costs: Plan | str | os.PathLike[str] | None = None,
     verify: bool = False,

@@ -19,7 +19,6 @@ from fxremat.passes.stages.order import check_draws
 from fxremat.planner.arrays import LineArrays, SizedNumbers
 from fxremat.planner.candidates import AcrossTurn, Candidate, Evaluation
 from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.footprints import Footprint
 from fxremat.planner.handed import handed_over
 from fxremat.planner.layout import arrays_of, numbering
 from fxremat.planner.moves import moved
@@ -30,13 +29,17 @@ MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class CallFootprint(Footprint):
+class CallFootprint:
     """What a single call does to memory.
 
     Attributes:
+        peak_bytes: maximum of the bytes held, less those at the start; never negative.
+        change_bytes: bytes held at the end, less those at the start.
         inputs: the values that it reads.
     """
 
+    peak_bytes: int
+    change_bytes: int
     inputs: tuple[fx.Node, ...]
 
 

@@ -1,6 +1,7 @@
-"""What running a block requests from the device's allocator, in order, and the resulting peak.
+"""What running a block requests from the device's allocator, in order.
 
 Each operation of a block requests its results and its workspace, and releases what it reads last.
+Compiled loops sum that up (``planner.memory``).
 """
 
 from __future__ import annotations
@@ -25,19 +26,6 @@ operation is taken to request its results in their order, and then its workspace
 
 WORKSPACE = -1
 """The key of requests that are released by the same operation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What running a block does to memory.
-
-    Attributes:
-        peak_bytes: maximum of the bytes held, less those at the start; never negative.
-        change_bytes: bytes held at the end, less those at the start.
-    """
-
-    peak_bytes: int
-    change_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +152,8 @@ def requests_of(
     return tuple(request for request in asked if request[1])
 
 
-def run(requests: tuple[Request, ...]) -> Footprint:
-    """Return peak and change of ``requests``, each counted with its exact size."""
-    now = peak = 0
-    for _, nbytes in requests:
-        now += nbytes
-        peak = max(peak, now)
-    return Footprint(peak, now)
-
-
 class Footprints:
-    """Footprints of the blocks of one line; the requests of each block are derived once."""
+    """The requests of the blocks of one line; those of each block are derived once."""
 
     def __init__(
         self, line: Line, workspace_bytes: WorkspaceBytes, asked: Asked = _as_returned
@@ -183,10 +162,6 @@ class Footprints:
         self._workspace_bytes = workspace_bytes
         self._asked = asked
         self._steps: dict[int, tuple[Block, tuple[OperationRequests, ...]]] = {}
-
-    def of(self, block: Block, *, kept: frozenset[int]) -> Footprint:
-        """Return the footprint of ``block`` while the storages ``kept`` are held elsewhere."""
-        return run(self.requests(block, kept=kept))
 
     def requests(
         self, block: Block, *, kept: frozenset[int], in_pieces: bool = False

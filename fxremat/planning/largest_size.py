@@ -21,9 +21,6 @@ from fxremat.graph.pools import all_pools, least_bytes, least_bytes_from_scratch
 from fxremat.options.budget import TrainingBudget
 from fxremat.planner.context import StepContext
 
-MOST_GUESSED = 12
-"""Sizes whose bytes are asked for before any is tried."""
-
 CLOSE = 256
 """What takes long to find of a size is asked until the answer is off by its so-manieth at most."""
 
@@ -104,11 +101,8 @@ def _largest_taken(takes: Callable[[int], bool], most: int, *, own: int) -> int:
     for size in range(most - 1, max(0, most - NEAR), -1):  # such as multiples of something
         if takes(size):
             return size
-    low, high = (own if own < most else 0), most  # the sample itself need not fit
-    while high - low > 1:  # such as what a table of positions has room for
-        middle = (low + high) // 2
-        low, high = (middle, high) if takes(middle) else (low, middle)
-    return low
+    # The sample itself need not fit. What is taken may end where a table of positions does.
+    return bisected(takes, own if own < most else 0, most)
 
 
 def advised(
@@ -158,7 +152,10 @@ def largest_fitting(
     guess: int | None = None,
     near: int | None = None,
 ) -> int | None:
-    """The largest size that fits; ``None`` where not even 1 does.
+    """Return the largest size that fits; ``None`` where not even 1 does.
+
+    ``roughly_at``, which costs little, is bisected for the size that ``least_at``, which costs
+    much, is asked for next.
 
     Args:
         roughly_at: least bytes at a size, roughly, growing with it.
@@ -173,78 +170,49 @@ def largest_fitting(
     more.
     """
     low, high = 0, most + 1
-    up = down = 0
-    share = 1.0  # of what was guessed of a size, that it takes
-    known: dict[int, int] = {}  # what sizes take, by the same schedules
+    up = down = 1  # steps away from a bound at which the guess stays
+    share = 1.0  # of the rough bytes of a size, that it takes
 
     def step(size: int) -> int:
         return max(1, size // near if near else 0)
 
-    def corrected(size: int) -> int:
-        return int(share * roughly_at(size))
+    def seems_to_fit(size: int) -> bool:
+        return share * roughly_at(size) <= budget_bytes
 
     while high - low > step(low):
         middle = (low + high) // 2 if high <= most else most
-        if guess is None and len(known) > 1:
-            guess = _crossing(known, budget_bytes, most)
-        elif guess is None:
-            guess = _guessed(
-                corrected, first=min(low or first, most), budget_bytes=budget_bytes, most=most
-            )
+        if guess is None:
+            guess = bisected(seems_to_fit, low, high, first=low or first)
         if guess <= low:
-            guess = min(low + step(low) * _times(up), middle)
-            up += 1
-        elif guess >= high:
-            guess = max(high - step(high) * _times(down), middle)
-            down += 1
-        else:
-            up = down = 0
+            guess, up = min(low + step(low) * up, middle), 2 * up
+        elif guess >= high - 1 and high <= most:
+            guess, down = max(high - step(high) * down, middle), 2 * down
         beside = guess + 1 if guess < most else max(1, guess - 1)
         expected, before = roughly_at(guess), roughly_at(beside)
         least_bytes = least_at(guess)
-        after = roughly_at(beside)
-        if after != before:  # trying has shown how to do with less
-            known.clear()
-        share = least_bytes * before / max(expected * after, 1)
-        known[guess] = least_bytes
+        # Trying may have shown how to do with less, at other sizes as well.
+        share = least_bytes * before / max(expected * roughly_at(beside), 1)
         low, high = (guess, high) if least_bytes <= budget_bytes else (low, guess)
         guess = None
     return low or None
 
 
-def _times(tries: int) -> int:
-    """How many steps to go from a bound that guesses do not move: 1, 1, 2, 4, …"""
-    return 1 << max(0, tries - 1)
+def bisected(fits: Callable[[int], bool], low: int, high: int, *, first: int | None = None) -> int:
+    """Return the largest number below ``high`` that fits, or ``low``, which is not asked for.
 
-
-def _guessed(bytes_at: Callable[[int], int], *, first: int, budget_bytes: int, most: int) -> int:
-    """The largest size within a budget, if bytes grow as they should; at least 1.
-
-    They are nearly linear, so the next size asked for is where the line through two known ones
-    meets the budget; in the end the middle, where they are not.
+    Args:
+        fits: whether a number does; what fits does so at every smaller number, too.
+        low: below all numbers that are tried.
+        high: above them.
+        first: the number that is tried first; from there on it is doubled, or halved, until the
+            answer lies between two that were tried. ``None``: the middle is tried first.
     """
-    known = {first: bytes_at(first)}
-    size = 2 * first if known[first] <= budget_bytes else first // 2
-    while len(known) < MOST_GUESSED:
-        size = min(max(size, 1), most)
-        if size in known:
-            break
-        known[size] = bytes_at(size)
-        low = max((n for n in known if known[n] <= budget_bytes), default=0)
-        high = min((n for n in known if known[n] > budget_bytes and n > low), default=most + 1)
-        if high - low <= 1:
-            break
-        size = _crossing(known, budget_bytes, most)
-        if len(known) > MOST_GUESSED // 2 and low and high <= most:
-            size = (low + high) // 2
+    size = (low + high) // 2 if first is None else min(max(first, low + 1), high - 1)
+    tried = {True, False} if first is None else set()
+    while high - low > 1:
+        is_fitting = fits(size)
+        low, high = (size, high) if is_fitting else (low, size)
+        tried.add(is_fitting)
+        size = (low + high) // 2 if len(tried) > 1 else 2 * size if is_fitting else size // 2
         size = min(max(size, low + 1), high - 1)
-    return max((n for n in known if known[n] <= budget_bytes), default=1)
-
-
-def _crossing(known: dict[int, int], budget_bytes: int, most: int) -> int:
-    """Where the line through the two sizes nearest to the budget meets it."""
-    one, other = sorted(known, key=lambda n: abs(known[n] - budget_bytes))[:2]
-    grown = known[other] - known[one]
-    if grown * (other - one) <= 0:
-        return most
-    return one + (budget_bytes - known[one]) * (other - one) // grown
+    return low

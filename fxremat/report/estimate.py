@@ -162,11 +162,11 @@ class Estimate:
             },
             "batches": self.batches
             and {
-                "names": list(self.batches.names),
-                "largest": list(self.batches.largest.sizes),
-                "fastest": list(self.batches.fastest.sizes),
+                "name": self.batches.name,
+                "largest": self.batches.largest.size,
+                "fastest": self.batches.fastest.size,
                 "points": [
-                    {"sizes": list(p.sizes), "least_bytes": p.least_bytes, "s": p.predicted_s}
+                    {"size": p.size, "least_bytes": p.least_bytes, "s": p.predicted_s}
                     for p in self.batches.points
                 ],
             },

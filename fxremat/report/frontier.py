@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,32 +145,22 @@ def frontier_of(pairs: list[tuple[int, float]]) -> Frontier:
 
 @dataclass(frozen=True, slots=True)
 class BatchPoint:
-    """One size of the batch that fits the budget; where several dimensions vary, one size of each.
+    """One size of the batch that fits the budget.
 
     Attributes:
-        sizes: the size of each dimension that was asked for, in that order.
-        least_bytes: the least budget, in bytes, within which a step of them was found to fit.
-        predicted_s: seconds of a step of these sizes within the budget, as predicted.
+        size: of the dimension that was asked for: the samples of one step.
+        least_bytes: the least budget, in bytes, within which a step of it was found to fit.
+        predicted_s: seconds of a step of this size within the budget, as predicted.
     """
 
-    sizes: tuple[int, ...]
+    size: int
     least_bytes: int
     predicted_s: float
 
     @property
-    def size(self) -> int:
-        """The size of the first dimension that was asked for."""
-        return self.sizes[0]
-
-    @property
-    def count(self) -> int:
-        """Samples of one step: the size, or the product of all sizes where several vary."""
-        return math.prod(self.sizes)
-
-    @property
     def seconds_a_sample(self) -> float:
         """Predicted seconds of a step, divided by its samples."""
-        return self.predicted_s / self.count
+        return self.predicted_s / self.size
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -180,13 +169,12 @@ class Batches:
 
     Attributes:
         budget_bytes: the budget, in bytes.
-        names: the dimensions that were asked for, named as ``args[0].shape[0]``.
-        points: of one dimension, by ascending size, the largest that fits at the end. Of
-            several, the frontier: by ascending sizes of all but the first, the largest of it.
+        name: the dimension that was asked for, named as ``args[0].shape[0]``.
+        points: by ascending size, the largest that fits at the end.
     """
 
     budget_bytes: int
-    names: tuple[str, ...]
+    name: str
     points: tuple[BatchPoint, ...]
 
     @property
@@ -196,8 +184,8 @@ class Batches:
 
     @property
     def largest(self) -> BatchPoint:
-        """The point with the most samples in a step."""
-        return max(self.points, key=lambda point: point.count)
+        """The point of the largest size."""
+        return self.points[-1]
 
     @property
     def fastest(self) -> BatchPoint:
@@ -206,8 +194,8 @@ class Batches:
 
     def __repr__(self) -> str:
         return (
-            f"Batches({', '.join(self.names)} within {format_bytes(self.budget_bytes)}: "
-            f"largest {_sizes(self.largest)}, fastest {_sizes(self.fastest)})"
+            f"Batches({self.name} within {format_bytes(self.budget_bytes)}: "
+            f"largest {self.largest.size}, fastest {self.fastest.size})"
         )
 
     def show(self) -> str:
@@ -220,7 +208,7 @@ class Batches:
         from fxremat.console import SIMPLE_HEAD, Table, show  # noqa: PLC0415
 
         table = Table(box=SIMPLE_HEAD, title=repr(self))
-        for name in (*self.names, "least budget", "step", "a sample", ""):
+        for name in (self.name, "least budget", "step", "a sample", ""):
             table.add_column(name, justify="left" if not name else "right")
         for point in self.points:
             marks = [
@@ -229,7 +217,7 @@ class Batches:
                 if best == point
             ]
             table.add_row(
-                *map(str, point.sizes),
+                str(point.size),
                 format_bytes(point.least_bytes),
                 format_seconds(point.predicted_s),
                 format_seconds(point.seconds_a_sample),
@@ -238,31 +226,19 @@ class Batches:
         return "\n".join(line.rstrip() for line in show(table, width=WIDTH).splitlines())
 
     def plot(self, path: str | Path) -> None:
-        """Draw the curve into a file (PNG, SVG or PDF, by its suffix).
-
-        Of one dimension, least bytes and seconds a sample over it; of several, the largest of the
-        first over the second.
+        """Draw least bytes and seconds a sample over the size (PNG, SVG or PDF, by the suffix).
 
         Raises:
             ImportError: matplotlib is not installed (``pip install fxremat[plot]``).
         """
         figure, axes = _figure()
         axes.set_title(f"within {format_bytes(self.budget_bytes)}")
-        if len(self.names) > 1:
-            axes.plot([p.sizes[1] for p in self.points], [p.size for p in self.points], "o-")
-            axes.set_xlabel(self.names[1])
-            axes.set_ylabel(f"largest {self.names[0]}")
-        else:
-            sizes = [p.size for p in self.points]
-            axes.plot(sizes, [p.least_bytes / 2**20 for p in self.points], "o-")
-            axes.axhline(self.budget_bytes / 2**20, linestyle=":", color="gray")
-            axes.set_xlabel(self.names[0])
-            axes.set_ylabel("least budget (MiB)")
-            other = axes.twinx()
-            other.plot(sizes, [1e3 * p.seconds_a_sample for p in self.points], "s--", color="C1")
-            other.set_ylabel("predicted milliseconds a sample", color="C1")
+        sizes = [p.size for p in self.points]
+        axes.plot(sizes, [p.least_bytes / 2**20 for p in self.points], "o-")
+        axes.axhline(self.budget_bytes / 2**20, linestyle=":", color="gray")
+        axes.set_xlabel(self.name)
+        axes.set_ylabel("least budget (MiB)")
+        other = axes.twinx()
+        other.plot(sizes, [1e3 * p.seconds_a_sample for p in self.points], "s--", color="C1")
+        other.set_ylabel("predicted milliseconds a sample", color="C1")
         figure.savefig(path)
-
-
-def _sizes(point: BatchPoint) -> str:
-    return " × ".join(map(str, point.sizes))

@@ -39,7 +39,7 @@ from fxremat.report.estimate import Estimate, LossOf
 from fxremat.report.frontier import Batches
 from fxremat.report.plan import Plan
 from fxremat.sizing.fake import HOME, FakeCopies, capture
-from fxremat.sizing.max_batch import Batching, Dim, NamedDim, read_dims
+from fxremat.sizing.max_batch import Batching, Dim, NamedDim, read_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +204,13 @@ def estimate_step(
     model: nn.Module,
     sample: Sample,
     asked: Asked,
-    dim: Dim | list[Dim] | None,
+    dim: Dim | None,
     most: int,
     progress: Progress,
 ) -> Estimate:
     """All that :func:`fxremat.estimate` returns."""
     copies = FakeCopies()
-    dims = () if dim is None else read_dims(model, sample, dim)
+    named = None if dim is None else read_dim(model, sample, dim)
     shape = sample.map(copies.of)
     plan, batches, budget_bytes = None, None, None
     with copies.inside(model), in_training(model), torch.enable_grad():
@@ -227,8 +227,8 @@ def estimate_step(
             graph.started = False
             with contextlib.suppress(BudgetError):  # nothing fits
                 plan = later_plan(graph, context, budget).completed()
-        if dims:
-            batches = _batches(model, shape, asked, copies, dims, most, progress)
+        if named is not None:
+            batches = _batches(model, shape, asked, copies, named, most, progress)
     return Estimate(
         device=asked.device.name,
         kept=kept,
@@ -248,11 +248,11 @@ def _batches(
     sample: Sample,
     asked: Asked,
     copies: FakeCopies,
-    dims: Sequence[NamedDim],
+    dim: NamedDim,
     most: int,
     progress: Progress,
 ) -> Batches | None:
-    """The sizes of ``dims`` that fit the budget's bytes; ``None``: none does."""
+    """The sizes of ``dim`` that fit the budget's bytes; ``None``: none does."""
     assert asked.budget is not None and asked.budget.nbytes is not None
     try:
         graph, budget, context = graph_without_data(
@@ -276,7 +276,7 @@ def _batches(
         progress,
     )
     try:
-        return batching.over(dims)
+        return batching.over(dim)
     except BudgetError:
         return None
 

@@ -21,7 +21,7 @@ from fxremat.graph.pools import least_bytes_from_scratch, pools, rough_least_byt
 from fxremat.options.budget import TrainingBudget
 from fxremat.planner.context import StepContext
 from fxremat.planning.choose import usual_context
-from fxremat.planning.largest_size import largest_size
+from fxremat.planning.largest_size import bisected, largest_size
 from fxremat.progress import Progress
 from fxremat.report.frontier import Batches, BatchPoint
 from fxremat.units import format_bytes
@@ -37,9 +37,6 @@ CLOSER = 2
 
 TRIALS = 3
 """How often a size is compiled by itself, where the one that should fit is refused."""
-
-FRONTIER = 8
-"""Sizes of each further dimension, where there is one."""
 
 
 class NamedDim(NamedTuple):
@@ -67,33 +64,17 @@ class NamedDim(NamedTuple):
         return ArgumentError(f"dim is {self.written!r}: {why}", argument="dim", value=self.written)
 
 
-def read_dims(model: nn.Module, sample: Sample, dim: Dim | Sequence[Dim]) -> tuple[NamedDim, ...]:
-    """The dimensions that the user named.
+def read_dim(model: nn.Module, sample: Sample, dim: Any) -> NamedDim:
+    """Return the dimension that the user named.
 
     Raises:
-        ArgumentError: the sample has no such argument or dimension, or one is named twice.
+        ArgumentError: the sample has no such argument or dimension.
     """
-    several = list(dim) if isinstance(dim, list) else [dim]
-    asked = tuple(_read_dim(model, sample, one) for one in several)
-    if not asked:
-        raise ArgumentError("dim is []: name at least one dimension", argument="dim", value=dim)
-    sizes = [one.size for one in asked]
-    for one in asked:
-        if sizes.count(one.size) > 1:
-            raise one.refuse(
-                f"two of the dimensions have size {one.size} in the sample, and sizes that are "
-                "equal there vary together: give a sample in which they differ"
-            )
-    return asked
-
-
-def _read_dim(model: nn.Module, sample: Sample, dim: Any) -> NamedDim:
     places = places_of(sample.args, sample.kwargs)
     argument, number = dim if isinstance(dim, tuple) and len(dim) == 2 else (None, dim)
     if not _is_number(number) or not (argument is None or isinstance(argument, (int, str))):
         raise ArgumentError(
-            f"dim is {dim!r}: must be an int, a pair of an argument's index or name and an int, "
-            "or a list of these",
+            f"dim is {dim!r}: must be an int, or a pair of an argument's index or name and an int",
             argument="dim",
             value=dim,
         )
@@ -145,7 +126,7 @@ class Batching:
     """One captured step whose sizes vary.
 
     Attributes:
-        graph: that was captured.
+        graph: the captured graph.
         budget: of the model.
         budget_bytes: what is not to be exceeded.
         context: what the captured call found.
@@ -167,18 +148,16 @@ class Batching:
     progress: Progress
     trains: Callable[[Sample], bool] | None = None
 
-    def over(self, asked: Sequence[NamedDim]) -> Batches:
+    def over(self, asked: NamedDim) -> Batches:
         """The sizes that fit.
 
         Raises:
             BudgetError: none does.
-            ArgumentError: a dimension does not vary, or only with another of the same argument.
+            ArgumentError: the dimension does not vary, or only with another of the same argument.
         """
-        groups = [self._group(one) for one in asked]
+        group = self._group(asked)
         self.progress("find the largest batch")
-        points = self._curve(groups[0]) if len(groups) == 1 else self._frontier(groups)
-        names = tuple(one.name for one in asked)
-        return Batches(self.budget_bytes, names, tuple(points))
+        return Batches(self.budget_bytes, asked.name, tuple(self._curve(group)))
 
     def _group(self, asked: NamedDim) -> tuple[Dimension, ...]:
         """All dimensions that vary with one."""
@@ -199,31 +178,29 @@ class Batching:
                 )
         return group
 
-    def _at(self, groups: Sequence[Sequence[Dimension]], sizes: Sequence[int]) -> StepContext:
-        values = self.context.sizes
-        for group, size in zip(groups, sizes, strict=True):
-            values = resized(values, group, size)
-        return usual_context(self.graph, replace(self.context, sizes=values), self.budget)
+    def _at(self, group: Sequence[Dimension], size: int) -> StepContext:
+        return replace(self.context, sizes=resized(self.context.sizes, group, size))
 
-    def _point(
-        self, groups: Sequence[Sequence[Dimension]], sizes: tuple[int, ...], *, run: bool = True
-    ) -> BatchPoint:
-        context = self._at(groups, sizes)
+    def _usual_at(self, group: Sequence[Dimension], size: int) -> StepContext:
+        return usual_context(self.graph, self._at(group, size), self.budget)
+
+    def _point(self, group: Sequence[Dimension], size: int, *, run: bool = True) -> BatchPoint:
+        context = self._usual_at(group, size)
         found = pools(self.graph, context, self.budget_bytes, run=run, bits=False)
         least_bytes = least_of(found).least_bytes
         _, candidate = fastest(found, max(self.budget_bytes, least_bytes))
-        return BatchPoint(sizes, least_bytes, candidate.total_s)
+        return BatchPoint(size, least_bytes, candidate.total_s)
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
-        taken = self._taken(self.context, group)
-        largest = self._largest(self.context, group)
+        taken = self._taken(group)
+        largest = self._largest(group)
         if largest is None:
-            raise self._nothing([group])
+            raise self._nothing(group)
         sizes = sorted({nearest(taken, largest * i // CURVE) for i in range(CURVE + 1)})
         found: dict[int, BatchPoint] = {}
         for size in sizes:
             self.progress("predict batches", len(found), len(sizes) + CLOSER)
-            found[size] = self._point([group], (size,), run=size == largest)
+            found[size] = self._point(group, size, run=size == largest)
         for closer in range(CLOSER):
             self.progress("predict batches", len(sizes) + closer, len(sizes) + CLOSER)
             known = sorted(found)
@@ -231,36 +208,14 @@ class Batching:
             near = known[max(0, best - 1) : best + 2]
             middles = {nearest(taken, (a + b) // 2) for a, b in itertools.pairwise(near)}
             for size in middles - found.keys():
-                found[size] = self._point([group], (size,), run=False)
+                found[size] = self._point(group, size, run=False)
         return [found[size] for size in sorted(found)]
 
-    def _frontier(self, groups: Sequence[Sequence[Dimension]]) -> list[BatchPoint]:
-        """The largest size of the first dimension, for sizes of all others."""
-        first, *others = groups
-        smallest = self._at([first], [self._taken(self.context, first).start])
-        spread = []
-        count = max(2, round(FRONTIER ** (1 / len(others))))
-        for group in others:
-            top = self._largest(smallest, group)
-            if top is None:
-                raise self._nothing(groups)
-            taken = self._taken(smallest, group)
-            tops = (round(top ** ((i + 1) / count)) for i in range(count))
-            spread.append(sorted({nearest(taken, size) for size in tops}))
-        points = []
-        choices = list(itertools.product(*spread))
-        for done, sizes in enumerate(choices):
-            self.progress("predict batches", done, len(choices))
-            largest = self._largest(self._at(others, sizes), first)
-            if largest is not None:
-                points.append(self._point(groups, (largest, *sizes)))
-        return points
-
-    def _largest(self, context: StepContext, group: Sequence[Dimension]) -> int | None:
+    def _largest(self, group: Sequence[Dimension]) -> int | None:
         """The largest size of ``group`` that fits, and that the model takes."""
         predicted = largest_size(
             self.graph,
-            context,
+            self.context,
             group,
             self.budget_bytes,
             most=self.most,
@@ -268,11 +223,9 @@ class Batching:
             at_sizes=lambda own: usual_context(self.graph, own, self.budget),
             takes=self._is_taken,
         )
-        return predicted and self._largest_trained(context, group, predicted)
+        return predicted and self._largest_trained(group, predicted)
 
-    def _largest_trained(
-        self, context: StepContext, group: Sequence[Dimension], predicted: int
-    ) -> int | None:
+    def _largest_trained(self, group: Sequence[Dimension], predicted: int) -> int | None:
         """The largest size up to ``predicted`` that a compile by itself accepts.
 
         Only parts that must keep their bits can be refused: at each size of a capture they are cut
@@ -280,51 +233,42 @@ class Batching:
         not compiled.
         """
 
-        def at(size: int) -> StepContext:
-            return replace(context, sizes=resized(context.sizes, group, size))
+        taken = self._taken(group)
+        high = bisect_right(taken, predicted)  # counts of ``taken``
 
-        def fits_without_bits(size: int) -> bool:
-            own = usual_context(self.graph, at(size), self.budget)
+        def fits_without_bits(count: int) -> bool:
+            own = self._usual_at(group, taken[count - 1])
             least = least_bytes_from_scratch(self.graph, own, self.budget_bytes, exact_parts=False)
             return least <= self.budget_bytes
 
-        if self.trains is None or fits_without_bits(predicted):
+        if self.trains is None or fits_without_bits(high):
             return predicted
-        trains, taken = self.trains, self._taken(context, group)
-        if trains(self._sample_at(at(predicted))):
+        trains = self.trains
+        if trains(self._sample_at(self._at(group, predicted))):
             return predicted
-        low, high = 0, bisect_right(taken, predicted)  # counts of ``taken``
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits_without_bits(taken[middle - 1]) else (low, middle)
-        high = bisect_right(taken, predicted)
+        low = bisected(fits_without_bits, 0, high)
         for trial in range(TRIALS):
             if high - low <= 1:
                 break
             self.progress("compile batches", trial, TRIALS)
             # What is refused is seldom off by much.
             middle = max(low + 1, high - max(1, (high - low) >> (TRIALS - trial)))
-            is_trained = trains(self._sample_at(at(taken[middle - 1])))
+            is_trained = trains(self._sample_at(self._at(group, taken[middle - 1])))
             low, high = (middle, high) if is_trained else (low, middle)
         return taken[low - 1] if low else None
 
-    def _taken(self, context: StepContext, group: Sequence[Dimension]) -> range:
-        """Sizes for which the captured step holds, beside others for which it does."""
-        found = taken_sizes(self.graph.sizes, context.sizes, group)
+    def _taken(self, group: Sequence[Dimension]) -> range:
+        """Sizes for which the captured step holds."""
+        found = taken_sizes(self.graph.sizes, self.context.sizes, group)
         assert found is not None
         return found
 
-    def _nothing(self, groups: Sequence[Sequence[Dimension]]) -> BudgetError:
-        context, smallest = self.context, []
-        for group in groups:
-            smallest.append(self._taken(context, group).start)
-            context = self._at(groups[: len(smallest)], smallest)
-        least, budget = rough_least_bytes(self.graph, context), self.budget_bytes
-        named = zip(groups, smallest, strict=True)
-        told = ", ".join(f"{group[0].name} is {size}" for group, size in named)
+    def _nothing(self, group: Sequence[Dimension]) -> BudgetError:
+        smallest = self._taken(group).start
+        least = rough_least_bytes(self.graph, self._usual_at(group, smallest))
         return BudgetError(
-            f"no size fits {budget} bytes: where {told} the least feasible budget is {least} "
-            f"bytes ({format_bytes(least)}). Give at least that",
+            f"no size fits {self.budget_bytes} bytes: where {group[0].name} is {smallest} the "
+            f"least feasible budget is {least} bytes ({format_bytes(least)}). Give at least that",
             least_budget_bytes=least,
         )
 

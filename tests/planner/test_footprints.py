@@ -12,9 +12,10 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.passes.joint.batchnorm import updates_statistics
 from fxremat.passes.joint.graph import StorageTable, is_getitem
 from fxremat.passes.stages.block import Block, Mode, dependencies
-from fxremat.planner.footprints import Footprint, OperationRequests, requests_of, run, steps_of
+from fxremat.planner.footprints import OperationRequests, requests_of, steps_of
 from fxremat.torch_compat import AllocationLog
 from tests.harness import captured
+from tests.reference.plain_sweep import Footprint, run
 
 TABLE = StorageTable((100, 10, 1), (), {})
 NOTHING: frozenset[int] = frozenset()
@@ -93,7 +94,7 @@ def test_a_block_takes_what_its_steps_say(name: str, kept_inputs: bool):
             if not block.nodes:
                 continue
             kept = block.reads if kept_inputs else NOTHING
-            predicted = step.footprints.of(block, kept=kept)
+            predicted = run(step.footprints.requests(block, kept=kept))
             with torch.no_grad():
                 assert allocated(step, block, kept_inputs) == predicted, (index, block.mode)
 

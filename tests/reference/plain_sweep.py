@@ -1,14 +1,17 @@
 """The memory and the time of a program, block after block: what evaluations are held against.
 
-It reads the very blocks that are emitted, and shares no code with ``planner.replay``.
+It reads the very blocks that are emitted, and shares no code with ``planner.replay`` and
+``planner.memory``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fxremat.costs.cost import Measured
 from fxremat.costs.options import Options
+from fxremat.ir import Request
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.stages.block import Mode
@@ -30,6 +33,24 @@ class Sweep:
         return max((self.turn_bytes, self.end_bytes, *self.peaks_bytes))
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """What running a block does to memory: most bytes meanwhile, and bytes after it, less those
+    before it."""
+
+    peak_bytes: int
+    change_bytes: int
+
+
+def run(requests: Iterable[Request]) -> Footprint:
+    """What ``requests`` come to, one after the other."""
+    now = peak = 0
+    for _, nbytes in requests:
+        now += nbytes
+        peak = max(peak, now)
+    return Footprint(peak, now)
+
+
 def sweep(program: Program, footprints: Footprints, context_bytes: ContextBytes) -> Sweep:
     """Replay ``program``."""
     now = turn = context_bytes.given_bytes
@@ -40,7 +61,7 @@ def sweep(program: Program, footprints: Footprints, context_bytes: ContextBytes)
         if index == program.turn:
             turn = now + context_bytes.loss_point_bytes
             now += context_bytes.backward_bytes
-        footprint = footprints.of(call.block, kept=call.kept)
+        footprint = run(footprints.requests(call.block, kept=call.kept))
         peaks.append(now + footprint.peak_bytes)
         now += footprint.change_bytes - sum(nbytes[i] for i in call.handed)
         held.append(now)

@@ -185,7 +185,7 @@ def test_the_largest_batch_is_that_of_max_batch() -> None:
     real = fxremat.max_batch(model, x, "1 MiB")
     found = fxremat.estimate(model, x, budget="1 MiB", dim=0).batches
     assert found is not None
-    assert found.largest.sizes == real.largest.sizes
+    assert found.largest.size == real.largest.size
     assert found.largest.least_bytes == real.largest.least_bytes
 
 
@@ -256,7 +256,7 @@ def test_what_is_told_is_in_the_facts() -> None:
     assert facts["least_budget_bytes"] == found.least_budget_bytes
     assert facts["peak_bytes"] == found.peak_bytes
     assert facts["frontier"][-1] == [found.peak_bytes, found.predicted_s]
-    assert facts["batches"]["largest"] == list(found.batches.largest.sizes)  # type: ignore[union-attr]
+    assert facts["batches"]["largest"] == found.batches.largest.size  # type: ignore[union-attr]
     text = "\n".join(found.lines())
     assert all(len(line) <= 100 for line in text.splitlines())
 
