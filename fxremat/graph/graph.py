@@ -180,7 +180,7 @@ class Graph:
         self.further = FurtherForms(Spending(options.effort))
         self.feedback = Feedback()
         on_cuda = self.device.type == "cuda"
-        counts = torch_compat.counted_bytes(self.device) is not None
+        counts = target is None and torch_compat.counted_bytes(self.device) is not None
         self.calls = Calls(on_cuda=on_cuda, counts=counts)
         self.link: MeasuredLink | None = None
         self.sent: dict[Values, tuple[tuple[Candidate, ...], ...]] = {}
