@@ -105,8 +105,7 @@ def requests_of_step(
     operation. The memory of a loss outside the model is one request after the tangents, except for
     its small blocks.
 
-    Ensures:
-        At each point the sum of the requests is what an evaluation reports as held.
+    Ensures: at each point the sum of the requests is what an evaluation reports as held.
     """
     calls = []
     joint = program.line.joint

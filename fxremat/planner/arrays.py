@@ -162,7 +162,7 @@ class LineArrays:
             self.data = np.concatenate([self.data, np.zeros(arena, dtype=np.int64)])
             self.data[self.at.counts + ROOM] = self.data.size
             result = kernel(self.data, self.seconds, self.at, *args)
-        self._check()
+        self._raise_if_failed()
         return result
 
     def totals(self) -> dict[str, int]:
@@ -172,8 +172,7 @@ class LineArrays:
         values = self.data[total : total + len(names)].tolist()
         return dict(zip(names, values, strict=True))
 
-    def _check(self) -> None:
-        """Raise an error if the last evaluation failed."""
+    def _raise_if_failed(self) -> None:
         from fxremat.planner.replay import NEVER_COMPUTED, TOO_LONG, UNTIMED  # noqa: PLC0415
 
         totals = self.totals()

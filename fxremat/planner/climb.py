@@ -64,7 +64,7 @@ def find_effects(
 
     Returns the number of effects.
     """
-    _clear(data, seconds, at)
+    _reset_working_arrays(data, seconds, at)
     _note_runs(data, seconds, at.packed, calls)
     _build_tree(data, seconds, at.packed)
     _note_saved(data, at.packed)
@@ -76,8 +76,7 @@ def find_effects(
     return count
 
 
-def _clear(data: Ints, seconds: Floats, at: At) -> None:
-    """Reset the working arrays."""
+def _reset_working_arrays(data: Ints, seconds: Floats, at: At) -> None:
     forward, storages, stages = at.forward_count, at.storage_count, at.stages
     data[at.ran : at.ran + forward] = data[at.direct : at.direct + forward] = 0
     seconds[at.again_s : at.again_s + forward] = 0.0

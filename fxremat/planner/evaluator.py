@@ -264,8 +264,7 @@ def program_of(
         released: storages of tangents that their last reader releases.
         handed: gradients whose memory is released as soon as they are computed.
 
-    Ensures:
-        The calls compute exactly what the joint graph computes.
+    Ensures: the calls compute exactly what the joint graph computes.
 
     Raises:
         ScheduleError: the schedule draws random numbers in another order.

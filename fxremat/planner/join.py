@@ -82,8 +82,7 @@ def build_join(chain: Chain, branching: Branching) -> Join:
 
     Storages that cross a branch from an earlier one are not part of the branch's boundaries.
 
-    Requires:
-        ``chain`` and ``branching`` belong to the same line.
+    Requires: ``chain`` and ``branching`` belong to the same line.
     """
     places = branching.places
     lives: dict[int, tuple[int, int]] = {}
@@ -315,7 +314,6 @@ class _CodeWriter:
     cache: dict[Compute, list[int]] = field(default_factory=dict)
 
     def codes(self, ops: Iterable[Compute]) -> Codes:
-        """Return the codes of a schedule."""
         codes: list[int] = []
         for op in ops:
             translated = self.cache.get(op)

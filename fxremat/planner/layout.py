@@ -26,7 +26,7 @@ from fxremat.planner.places import (
 
 
 class _Layout:
-    """Places arrays one after the other."""
+    """Places arrays of integers, and arrays of seconds, one after the other."""
 
     def __init__(self) -> None:
         self.places: dict[str, int] = {}
@@ -35,7 +35,6 @@ class _Layout:
         self._size = self._seconds_size = 0
 
     def put(self, **arrays: Iterable[int] | Ints) -> None:
-        """Add integers."""
         for name, values in arrays.items():
             array = np.asarray(list(values) if not isinstance(values, np.ndarray) else values)
             self.places[name] = self._size
@@ -52,20 +51,17 @@ class _Layout:
             self.put(**{name: np.concatenate([ends, items])})
 
     def put_seconds(self, **arrays: Floats) -> None:
-        """Add seconds."""
         for name, array in arrays.items():
             self.places[name] = self._seconds_size
             self._seconds.append(array.astype(np.float64).ravel())
             self._seconds_size += array.size
 
-    def room(self, **sizes: int) -> None:
-        """Add zeros."""
+    def put_zeros(self, **sizes: int) -> None:
         for name, size in sizes.items():
             self.places[name] = self._size
             self._size += size
 
     def arrays(self) -> tuple[Ints, Floats]:
-        """Return the arrays of integers and of seconds."""
         data = np.zeros(self._size, dtype=np.int64)  # touches no memory where nothing was added
         for place, values in self._data:
             data[place : place + values.size] = values
@@ -109,7 +105,7 @@ def arrays_of(
     _put_nodes(layout, line, number)
     _put_stages(layout, line, number, rebuilt)
     _put_operations(layout, line, number)
-    _put_numbers(layout, numbers)
+    _put_sized_numbers(layout, numbers)
     layout.put(longest=_longest_blocks(line))
     counts = {
         "stages": len(line.stages),
@@ -119,7 +115,7 @@ def arrays_of(
         "sum_count": len(line.sums),
     }
     counts["width"] = max(counts["nodes"], counts["storage_count"])
-    _put_room(layout, counts, dependencies=_count_reads(nodes))
+    _put_working_memory(layout, counts, dependencies=_count_reads(nodes))
     data, seconds = layout.arrays()
     at = At({**layout.places, **counts})
     data[at.counts + TOP], data[at.counts + ROOM] = at.arena, data.size
@@ -170,7 +166,6 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
 
 
 def _put_stages(layout: _Layout, line: Line, number: dict[fx.Node, int], rebuilt: Rebuilt) -> None:
-    """Add the stages' operations, save options, and sums over branches."""
     forward = np.cumsum([0, *(len(s.forward) for s in line.stages)])
     backward = np.cumsum([forward[-1], *(len(s.backward) for s in line.stages)])
     sums = sorted(line.sums, key=lambda n: line.order[n])
@@ -190,8 +185,7 @@ def _put_stages(layout: _Layout, line: Line, number: dict[fx.Node, int], rebuilt
     layout.put_seconds(block_s=np.zeros(TABLE), again_s=forward_s, gained_s=forward_s)
 
 
-def _put_numbers(layout: _Layout, numbers: SizedNumbers) -> None:
-    """Add what depends on sizes."""
+def _put_sized_numbers(layout: _Layout, numbers: SizedNumbers) -> None:
     layout.put(nbytes=numbers.nbytes, workspace=numbers.workspace)
     layout.put_seconds(
         forward_s=numbers.forward_s, backward_s=numbers.backward_s, once_s=numbers.once_s
@@ -242,8 +236,7 @@ def _put_operations(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> 
     layout.put_lists(users=users, members=members, makes=map(list, makes))
 
 
-def _put_room(layout: _Layout, counts: dict[str, int], *, dependencies: int) -> None:
-    """Add the arrays that evaluations write to."""
+def _put_working_memory(layout: _Layout, counts: dict[str, int], *, dependencies: int) -> None:
     nodes, storages, stages = counts["nodes"], counts["storage_count"], counts["stages"]
     layout.put(
         random=np.random.default_rng(0).integers(
@@ -251,16 +244,16 @@ def _put_room(layout: _Layout, counts: dict[str, int], *, dependencies: int) -> 
         )
     )
     for name in ("needed", "saved", "want", "chosen", "again", "order", "listed"):
-        layout.room(**{name: nodes})
+        layout.put_zeros(**{name: nodes})
     for name in ("ran", "direct", "parent", "depth", "freed"):
-        layout.room(**{name: counts["forward_count"]})
+        layout.put_zeros(**{name: counts["forward_count"]})
     for name in ("alive", "last", "present", "staying", "kept", "read"):
-        layout.room(**{name: storages})
+        layout.put_zeros(**{name: storages})
     for name in ("crosses", "dominator", "stays", "marked"):
-        layout.room(**{name: storages})
+        layout.put_zeros(**{name: storages})
     for name in ("keeps", "runs", "back", "unusual", "begin", "room"):
-        layout.room(**{name: stages})
-    layout.room(
+        layout.put_zeros(**{name: stages})
+    layout.put_zeros(
         context=4,
         handed=nodes,
         stack=nodes + dependencies,

@@ -60,9 +60,8 @@ def footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
 def run_block(data: Ints, at: At, block: int, mode: int, outputs: int) -> tuple[int, int]:
     """Return the peak of a block and the bytes held at its end, less those held at its start.
 
-    Requires:
-        Storages that are held elsewhere are marked in ``at.kept`` with the current stamp, and the
-        values that the block returns are at the beginning of ``at.listed``.
+    Requires: storages that are held elsewhere are marked in ``at.kept`` with the current stamp, and
+        the values that the block returns are at the beginning of ``at.listed``.
     """
     stamp = data[at.counts + STAMP]
     lists = at.block + COLUMNS * block

@@ -64,8 +64,7 @@ class Movable:
             budget_bytes: limit on the peak.
             host_bytes: limit on host memory; ``None``: no limit.
 
-        Ensures:
-            No storage travels that need not, and none is away longer than necessary.
+        Ensures: no storage travels that need not, and none is away longer than necessary.
         """
         away = self._away(budget_bytes)
         if away is None:

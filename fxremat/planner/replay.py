@@ -91,7 +91,7 @@ def evaluate(
     _begin(data, at.packed, codes, held)
     total_s = _walk(data, seconds, at, codes, held, calls, call_s)
     if total_s < np.inf:
-        _conclude(data, at)
+        _write_outcome(data, at)
     return total_s
 
 
@@ -154,7 +154,7 @@ def _go_on(
                 calls[PEAK, count] = data[place]
                 calls[HELD, count] = data[place + 1] - handed_bytes
                 calls[REBUILT, count] = rebuilds
-                call_s[count] = _seconds(data, seconds, at, block, stage, mode, rebuilds)
+                call_s[count] = _call_seconds(data, seconds, at, block, stage, mode, rebuilds)
                 following = codes[i]
                 count += 1
             lists = at.block + COLUMNS * block
@@ -207,8 +207,7 @@ def _give(data: Ints, at: At, held: Flags, stage: int, mode: int) -> int:
 def _hand_over(data: Ints, at: At, outputs: int, stamp: int) -> None:
     """Add up the storages of gradients that are handed over and that nothing else lies in.
 
-    Requires:
-        Storages of the other outputs are marked in ``at.read`` with ``stamp``.
+    Requires: storages of the other outputs are marked in ``at.read`` with ``stamp``.
     """
     for i in range(outputs):
         node = data[at.listed + i]
@@ -256,10 +255,9 @@ def _begin(data: Ints, packed: Packed, codes: Ints, held: Flags) -> None:
 
 
 @njit(inline="always")
-def _seconds(
+def _call_seconds(
     data: Ints, seconds: Floats, at: At, block: int, stage: int, mode: int, rebuilds: bool
 ) -> float:
-    """Return the seconds of a call."""
     if mode == AGAIN:
         return float(seconds[at.block_s + 2 * block + rebuilds])
     if mode == BACK:
@@ -308,8 +306,7 @@ def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, turn: int)
     return total_s
 
 
-def _conclude(data: Ints, at: At) -> None:
-    """Write how an evaluation ended."""
+def _write_outcome(data: Ints, at: At) -> None:
     data[at.total + ENDED], data[at.total + NODE] = OK, 0
     needed, given = data[at.needed : at.needed + at.nodes], data[at.given : at.given + at.nodes]
     never = np.flatnonzero((needed != 0) & (given == 0))
@@ -368,7 +365,7 @@ def run_single_call(
     if total_s == np.inf:
         return 0, 0, 0
     needed[:] = 0  # pinned values exist already
-    _conclude(data, at)
+    _write_outcome(data, at)
     if not data[at.total + COUNT]:
         return 0, 0, 0
     lists = at.block + COLUMNS * calls[BLOCK, 0]

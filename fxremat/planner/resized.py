@@ -154,7 +154,6 @@ class _EvaluatedMembers:
     evaluated: dict[int, Candidate] = field(default_factory=dict)
 
     def at(self, index: int) -> Candidate:
-        """Return member ``index``, evaluated."""
         if index not in self.evaluated:
             member = self.members[index]
             self.evaluated[index] = self.evaluator.candidate(member.codes, member.held)

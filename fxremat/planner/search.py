@@ -215,8 +215,7 @@ class Search:
     def fastest_within(self, budget_bytes: int) -> Candidate:
         """Return the fastest candidate that fits, or the baseline if that fits.
 
-        Requires:
-            The budget is at least ``least_bytes``.
+        Requires: the budget is at least ``least_bytes``.
         """
         return next(self._fitting(self.pool, budget_bytes))
 

@@ -131,14 +131,13 @@ class Transfers:
         return self.search.measured.line
 
     @property
-    def _limit_bytes(self) -> int | None:
-        """The limit on host memory, if any."""
+    def _host_limit_bytes(self) -> int | None:
         limits = self.host.limit_bytes, self.search.setting.context_bytes.host_bytes
         return min((limit for limit in limits if limit is not None), default=None)
 
     def knowing(self, found: Iterable[Candidate]) -> Transfers:
         """Return these transfers with candidates that were chosen for other context bytes."""
-        evaluator, limit = self.search.evaluator, self._limit_bytes
+        evaluator, limit = self.search.evaluator, self._host_limit_bytes
         known = []
         for other in found:
             if limit is None or other.host_bytes <= limit:
@@ -188,7 +187,7 @@ class Transfers:
         for least, base, candidate in sorted(each, key=lambda entry: entry[0]):
             if best is not None and least >= best[0]:  # the allocator never hands out less
                 break
-            moves = base.moves(least, self._limit_bytes)
+            moves = base.moves(least, self._host_limit_bytes)
             assert moves is not None
             with_moves = self._with_moves(candidate, base, moves)
             counted = max(least, self.search.counted_bytes(with_moves))
@@ -203,7 +202,7 @@ class Transfers:
 
     def _least_bytes(self, base: Movable) -> int:
         least = base.least_bytes
-        limit = self._limit_bytes
+        limit = self._host_limit_bytes
         if limit is None or base.moves(least, limit) is not None:
             return least
         most = base.evaluation.peak_bytes
@@ -226,7 +225,7 @@ class Transfers:
 
     def _describe_limit(self) -> str | None:
         """Describe how much host memory would lower the least budget, if the limit prevents it."""
-        limit = self._limit_bytes
+        limit = self._host_limit_bytes
         if limit is None:
             return None
         least = min(base.least_bytes for base in self.movable)
@@ -243,8 +242,7 @@ class Transfers:
     def fastest_within(self, budget_bytes: int) -> Candidate:
         """Return the fastest candidate that fits.
 
-        Requires:
-            The budget is at least ``least_bytes``.
+        Requires: the budget is at least ``least_bytes``.
         """
         best = self._without_moves(budget_bytes)
         if best is self.search.baseline:
@@ -272,7 +270,7 @@ class Transfers:
         """
         aim_bytes = budget_bytes
         for _ in range(ROUNDS):
-            moves = base.moves(aim_bytes, self._limit_bytes)
+            moves = base.moves(aim_bytes, self._host_limit_bytes)
             if moves is None:
                 return None
             total_s = makespan_s(base.evaluation, self._line, moves, self.link)

@@ -326,7 +326,6 @@ def _whole_step(events: _Events) -> tuple[int, int, bool]:
 
 
 def _profile_of(events: _Events, place: int) -> MemoryProfile:
-    """Return the profile of one call."""
     names = {_mark_name(place, phase): phase for phase in (FORWARD, TURN, BACKWARD, AFTER)}
     current, phase, now, begin = "", "", 0, 0
     first: dict[str, int] = {}

@@ -155,8 +155,7 @@ def noted_bytes(device: torch.device, note: Callable[[int], object]) -> Iterator
 
     It is also called if an exception is raised. The peak is 0 if a profiler is active.
 
-    Ensures:
-        The cache of CUDA's allocator is empty.
+    Ensures: the cache of CUDA's allocator is empty.
     """
     log = AllocationLog(device)
     try:

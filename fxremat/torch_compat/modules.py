@@ -139,7 +139,7 @@ def step_unseen(optimizer: torch.optim.Optimizer) -> None:
     with contextlib.ExitStack() as stack:
         # A step that calls the step of its base class would call hooks again.
         for hooks in _hooks_of_all_optimizers():
-            stack.enter_context(_disabled_here(hooks))
+            stack.enter_context(_disabled_in_this_thread(hooks))
         step(optimizer)
 
 
@@ -149,8 +149,7 @@ def _hooks_of_all_optimizers() -> tuple[dict[int, Callable[..., Any]], ...]:
 
 
 @contextlib.contextmanager
-def _disabled_here(hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
-    """Disable hooks in this thread."""
+def _disabled_in_this_thread(hooks: dict[int, Callable[..., Any]]) -> Iterator[None]:
     here, before = threading.get_ident(), dict(hooks)
 
     def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:

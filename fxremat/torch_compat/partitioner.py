@@ -64,8 +64,7 @@ def partitioned_by(
         seconds_of: returns the seconds of an operation, which the partitioner reports.
         budget: share in [0, 1], as ``activation_memory_budget``.
 
-    Requires:
-        :func:`has_partitioner_hooks`.
+    Requires: :func:`has_partitioner_hooks`.
     """
     from torch._functorch import config  # noqa: PLC0415
     from torch._inductor.custom_graph_pass import (  # noqa: PLC0415

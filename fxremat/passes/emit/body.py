@@ -1,4 +1,4 @@
-"""The statements of emitted code: what each calls, reads and makes, before they are text."""
+"""The statements of emitted code, before they are rendered: what each calls, reads and makes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from fxremat.runtime import transfer
 from fxremat.runtime.views import tensor_in
 
 PRIMALS = "primals"
-"""AOTAutograd's name for parameters, buffers and inputs; here the list of them."""
+"""AOTAutograd's name for parameters, buffers and inputs; here it names the list of them."""
 
 HOST = "host"
-"""The step's host memory."""
+"""The name of the step's host memory."""
 
 ARGS = "args"
-"""The list in which code takes what it is given, and gives a stage what it takes."""
+"""The name of the list in which code takes its inputs, and passes a stage its inputs."""
 
 GRADIENTS = "gradients"
-"""What gradients are handed to."""
+"""The name of the object that gradients are handed to."""
 
 GIVE = f"{GRADIENTS}.give"
-"""What a statement calls that hands gradients over."""
+"""Target of statements that hand gradients over."""
 
 RETURN = "return"
-"""What the last statement does."""
+"""Target of the last statement."""
 
 ARENA = "ARENA"
-"""Where a step's host memory comes from: its number is another in each process."""
+"""The name of the arena's number, which differs between processes."""
 
 RUNTIME = (
     transfer.open_arena,
@@ -39,13 +39,12 @@ RUNTIME = (
     transfer.wait,
     tensor_in,
 )
-"""What statements call of the runtime, by bare names."""
+"""Functions of the runtime that statements call, by bare names."""
 
 _RESERVED = (ARGS, PRIMALS, HOST, GRADIENTS, ARENA, "torch", "device", "inf", "nan")
 
 
-def _reserved() -> dict[str, object]:
-    """Names that are nobody's."""
+def _reserved_names() -> dict[str, object]:
     return dict.fromkeys((*_RESERVED, *(function.__name__ for function in RUNTIME)))
 
 
@@ -54,10 +53,11 @@ class Variable:
     """A name in the code, from one statement that binds it to the next one that does.
 
     Attributes:
-        name: in the code. Whatever is computed again goes by its name of before.
-        primal: its place among the primals that the code takes; ``None``: it is none.
-        given: somebody else holds it anyway, as a primal or a constant.
-        group: the list that it may be in with others that are made and read together.
+        name: the name in the code. A recomputed value has the same name as before.
+        primal: its index among the primals that the code takes; ``None`` if it is none.
+        given: whether it is held elsewhere anyway, as a primal or a constant.
+        group: the list that it may be part of, together with others that are made and read
+            together.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Statement:
     """One operation of the schedule.
 
     Attributes:
-        target: the name of a stage's code, an operation of the runtime, :data:`GIVE`, or
-            :data:`RETURN`.
-        arguments: variables, and plain values; of :data:`GIVE` who takes, and gradients by primal.
+        target: name of a stage's code, a function of the runtime, :data:`GIVE`, or :data:`RETURN`.
+        arguments: variables and plain values; for :data:`GIVE` the receiver, and gradients by
+            primal.
         makes: the variables that it binds, in order.
         comment: what it does, for people.
-        params: what the list of primals is called that a stage is given.
+        params: name of the list of primals that is passed to a stage.
     """
 
     target: str | Callable[..., object]
@@ -105,9 +105,9 @@ class Body:
     """The forward or the backward of a step.
 
     Attributes:
-        takes: what it is given, in order.
-        statements: in order; the last one returns.
-        stages: what its statements call, by name; one may have several.
+        takes: its inputs, in order.
+        statements: its statements, in order; the last one returns.
+        stages: modules that its statements call, by name; one module may have several names.
         constants: tensors of the traced code that it reads, by name.
     """
 
@@ -115,10 +115,10 @@ class Body:
     statements: list[Statement] = field(default_factory=list)
     stages: dict[str, torch.nn.Module] = field(default_factory=dict)
     constants: dict[str, object] = field(default_factory=dict)
-    _owners: dict[str, object] = field(default_factory=_reserved)
+    _owners: dict[str, object] = field(default_factory=_reserved_names)
 
     def named(self, wish: str, owner: object) -> str:
-        """A name for ``owner`` alone: always the same, and ``wish`` if that is nobody else's."""
+        """Return a unique name for ``owner``, always the same; ``wish``, unless that is taken."""
         name, count = wish, 1
         while self._owners.setdefault(name, owner) != owner:
             count += 1
@@ -126,7 +126,7 @@ class Body:
         return name
 
     def stage(self, wish: str, module: torch.nn.Module) -> str:
-        """The name by which statements call ``module``."""
+        """Return the name by which statements call ``module``."""
         name = self.named(wish, module)
         self.stages[name] = module
         return name

@@ -1,4 +1,4 @@
-"""Emitted code: it reads as the schedule, and frees each tensor at its last use."""
+"""Emitted code: Python that reads as the schedule, and frees each tensor at its last use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fxremat.passes.joint.sizes import MODULES, names_in
 from fxremat.runtime import transfer
 
 WIDTH = 100
-"""Columns of emitted code."""
+"""Maximum line length of emitted code."""
 
 FOLLOWS = "fxremat_follows"
-"""Metadata of a module: its code names sizes, which it finds among its globals."""
+"""Metadata key of modules whose code refers to sizes by name, as globals."""
 
 Around = Callable[[torch_compat.BoxedCallable], torch_compat.BoxedCallable]
 
@@ -33,20 +33,19 @@ _serial = count()
 class Emitted:
     """The forward or the backward of a step: Python code that calls its stages.
 
-    The code takes its inputs in one list, which it empties, passes each stage a list of its own,
-    and drops its own names of what is read last before the call, so that the stage can free it
-    as soon as it is done with it. At other sizes the code is the same, its globals are its own.
+    The code takes its inputs in one list, which it empties. It passes each stage a new list, and
+    drops its own names for what is read last before the call, so that the stage can free it as soon
+    as possible. At other sizes the code is the same, with other globals.
 
     Args:
         body: the statements.
         code: their text.
-        function: runs that text, at other sizes perhaps.
-        names: of sizes in the code, and their values; those of the capture for all others.
-        around: makes of what each stage runs what its calls run; ``None``: these are the same.
+        function: runs that text, possibly at other sizes.
+        names: sizes in the code, and their values; other sizes have their values at the capture.
+        around: wraps the functions of stages; ``None``: they are called directly.
 
     Attributes:
-        forward: runs it; found at once, since to call a module takes microseconds, for hooks of
-            nobody.
+        forward: runs the code; an attribute, because calling a module takes microseconds for hooks.
     """
 
     def __init__(
@@ -62,34 +61,34 @@ class Emitted:
             name: _sized(stage, names) if names and _follows(stage) else stage.forward
             for name, stage in body.stages.items()
         }
-        scope = {**function.__globals__, **names, **self._called()}
+        scope = {**function.__globals__, **names, **self._stage_functions()}
         self._function = FunctionType(function.__code__, scope)
         self.forward: torch_compat.BoxedCallable = self._function
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        """Run it; ``args`` is emptied."""
+        """Run the code; ``args`` is emptied."""
         return self.forward(args)
 
     def at(self, names: Mapping[str, int]) -> Emitted:
-        """The same code where ``names`` of sizes have these values; microseconds for each stage."""
+        """Return the same code for other values of ``names``; takes microseconds per stage."""
         names = {**self._names, **names}
         return Emitted(self.body, self.code, self._function, names, self._around)
 
     def call_through(self, around: Around | None) -> None:
-        """Have calls of stages made by what ``around`` makes of them, at other sizes as well, from
-        now on; ``None``: by nothing else than the stages.
+        """Let ``around`` wrap the functions of stages from now on, also at other sizes.
+
+        ``None``: stages are called directly.
         """
         self._around = around
-        self._function.__globals__.update(self._called())
+        self._function.__globals__.update(self._stage_functions())
 
-    def _called(self) -> dict[str, torch_compat.BoxedCallable]:
-        """What calls of stages run, by name."""
+    def _stage_functions(self) -> dict[str, torch_compat.BoxedCallable]:
         if self._around is None:
             return self._runs
         return {name: self._around(run) for name, run in self._runs.items()}
 
     def structure_digest(self) -> str:
-        """A digest of what it runs: of stages :func:`structure_digest`, and how they are called."""
+        """Return a digest of what it runs: the structure of the stages, and how they are called."""
         number: dict[Variable, int] = {}
 
         def numbers(values: Iterable[Variable]) -> list[int]:
@@ -105,14 +104,15 @@ class Emitted:
             name = getattr(statement.target, "__name__", str(statement.target))
             target = digests.get(name, name)
             numbered = (Variable, dict, torch.device)
-            plain = [written(a, str) for a in _own(statement) if not isinstance(a, numbered)]
+            arguments = _portable_arguments(statement)
+            plain = [written(a, str) for a in arguments if not isinstance(a, numbered)]
             plain += [str([*a]) for a in statement.arguments if isinstance(a, dict)]
             rows.append(f"{target} {numbers(statement.reads)} {plain} {numbers(statement.makes)}")
         return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
 def emitted(body: Body) -> Emitted:
-    """The code of ``body``, ready to run at the sizes of the capture."""
+    """Return the code of ``body``, ready to run at the sizes of the capture."""
     code = render(body)
     file_name = f"<fxremat {next(_serial)}>"
     scope: dict[str, Any] = {"inf": float("inf"), "nan": float("nan"), "torch": torch}
@@ -126,7 +126,7 @@ def emitted(body: Body) -> Emitted:
             scope |= _names_at(statement.arguments)
     exec(compile(code, file_name, "exec"), scope)
     function: FunctionType = scope.pop("forward")
-    # Tracebacks show the emitted lines, for as long as they may run.
+    # Tracebacks show emitted lines, for as long as the function exists.
     linecache.cache[file_name] = (len(code), None, code.splitlines(True), file_name)
     weakref.finalize(function.__code__, linecache.cache.pop, file_name, None).atexit = False
     return Emitted(body, code, function, {})
@@ -137,34 +137,34 @@ def _follows(stage: torch.nn.Module) -> bool:
 
 
 def _sized(stage: torch.nn.Module, names: Mapping[str, int]) -> torch_compat.BoxedCallable:
-    """The forward of ``stage`` with other globals."""
+    """Return the forward of ``stage`` with these values of sizes."""
     function: Any = type(stage).forward
     scope = {**function.__globals__, **names}
     return MethodType(FunctionType(function.__code__, scope, function.__name__), stage)
 
 
 def _names_at(arguments: object) -> dict[str, Any]:
-    """What sizes in ``arguments`` name; nothing where there are none."""
+    """Return the globals that sizes in ``arguments`` refer to."""
     names = names_in(arguments)
     return {**MODULES, **names} if names else {}
 
 
-def _own(statement: Statement) -> Sequence[object]:
-    """Its arguments but for the number of an arena, which each process has its own of."""
+def _portable_arguments(statement: Statement) -> Sequence[object]:
+    """Return the arguments without the number of an arena, which differs between processes."""
     opens = statement.target is transfer.open_arena
     return statement.arguments[1:] if opens else statement.arguments
 
 
 def render(body: Body) -> str:
-    """Python code of ``body``."""
+    """Return the Python code of ``body``."""
     return _Renderer(body).source()
 
 
 class _Renderer:
     def __init__(self, body: Body) -> None:
         self._body = body
-        self._places: dict[Statement, dict[int, int]] = {}  # by reader: where it first reads each
-        self._readers: dict[Variable, list[Statement]] = {}  # in their order
+        self._places: dict[Statement, dict[int, int]] = {}  # where each reader reads each value
+        self._readers: dict[Variable, list[Statement]] = {}
         for statement in body.statements:
             for variable in dict.fromkeys(statement.reads):
                 self._readers.setdefault(variable, []).append(statement)
@@ -193,7 +193,7 @@ class _Renderer:
         return f"def forward({ARGS}):\n" + "".join(f"    {line}\n" for line in self._lines)
 
     def _find_lists(self) -> dict[Variable, str]:
-        """Variables that can be items of one list: made together, read together."""
+        """Find variables that can be items of one list: made together, and read together."""
         lists: dict[Variable, str] = {}
         taken: dict[str, object] = {}
         for made in (self._body.takes, *(statement.makes for statement in self._body.statements)):
@@ -206,7 +206,7 @@ class _Renderer:
         return lists
 
     def _adjoin(self, members: Sequence[Variable], reader: Statement) -> bool:
-        """Whether ``reader`` reads ``members`` one right after the other, in their order."""
+        """Return whether ``reader`` reads ``members`` consecutively, in their order."""
         if reader not in self._places:
             enumerated = [*enumerate(reader.arguments)]
             self._places[reader] = {id(value): i for i, value in reversed(enumerated)}
@@ -215,14 +215,14 @@ class _Renderer:
         return all(places.get(id(value)) == begin + i for i, value in enumerate(members))
 
     def _list_key(self, value: Variable) -> tuple[str, tuple[Statement, ...]] | None:
-        """Its group and its readers, if it can be in a list."""
+        """Return the group and the readers of a variable, if it can be in a list."""
         readers = self._readers.get(value, ())
         if value.group is None or any(r.target == GIVE or callable(r.target) for r in readers):
             return None
         return value.group, tuple(readers)
 
     def _take(self, takes: Sequence[Variable]) -> None:
-        """Bind the inputs: neighbours of one list by a slice, others by one assignment."""
+        """Bind the inputs: those of one list by a slice, others by one assignment."""
         start = 0
         for name, run in groupby(takes, key=self._lists.get):
             values = list(run)
@@ -250,20 +250,19 @@ class _Renderer:
             self._lines.extend(_wrap("[", results, f"] = {call}{comment}"))
         else:
             self._lines.append(f"{call}{comment}")
-        # A view that only the backward reads, whose memory travels: others rebuild it there.
+        # Nobody reads a view whose memory travels, and which the backward makes again.
         self._drop(value for value in statement.makes if value not in self._readers)
 
     def _transfer(self, statement: Statement, name: str) -> None:
-        """An operation of the runtime, as a call of its bare name."""
+        """Call a function of the runtime by its bare name."""
         comment = f"  # {statement.comment}" if statement.comment else ""
         result = "".join(f"{value.name} = " for value in statement.makes)
         opens = [ARENA] if statement.target is transfer.open_arena else []
-        arguments = ", ".join([*opens, *map(self._write, _own(statement))])
+        arguments = ", ".join([*opens, *map(self._write, _portable_arguments(statement))])
         self._lines.append(f"{result}{name}({arguments}){comment}")
         self._drop(self._last_read_by(statement))
 
     def _give(self, statement: Statement) -> None:
-        """Gradients that are handed over, by primal."""
         _receiver, made = statement.arguments
         assert isinstance(made, dict)
         items = ", ".join(f"{primal}: {self._write(value)}" for primal, value in made.items())
@@ -277,7 +276,7 @@ class _Renderer:
         return self._parameters[names]
 
     def _given_runs(self, given: Sequence[Variable]) -> Iterator[str]:
-        """``primals[3:7]`` for neighbours, names for constants."""
+        """Yield ``primals[3:7]`` for consecutive primals, and the names of constants."""
 
         def place(pair: tuple[int, Variable]) -> int:
             index, value = pair
@@ -294,7 +293,7 @@ class _Renderer:
                 yield f"*{PRIMALS}[{begin}:{end + 1}]"
 
     def _names(self, values: Iterable[object]) -> Iterator[str]:
-        """How to write ``values`` in a list: whole lists starred, constants as they are."""
+        """Yield how ``values`` are written in a list: whole lists starred, constants unchanged."""
         for name, run in groupby(values, key=self._list_of):
             if name == PRIMALS:
                 yield from self._given_runs(list(run))  # type: ignore[arg-type]
@@ -312,12 +311,11 @@ class _Renderer:
         return next(self._given_runs([value])) if value.given else value.name
 
     def _last_read_by(self, statement: Statement) -> Iterator[Variable]:
-        """What nobody reads after ``statement``."""
+        """Return the variables that no statement after ``statement`` reads."""
         read = dict.fromkeys(statement.reads)
         return (v for v in read if not v.given and self._readers[v][-1] is statement)
 
     def _drop(self, values: Iterable[Variable]) -> None:
-        """Delete the names of values."""
         names = ", ".join(name.lstrip("*") for name in self._names(values))
         if names:
             line = f"del {names}"
@@ -331,7 +329,7 @@ def _assign_list(name: str, items: tuple[str, ...]) -> list[str]:
 
 
 def _wrap(head: str, items: str, tail: str) -> list[str]:
-    """``head items tail`` on one line if it fits, else with the items below."""
+    """Return ``head items tail`` on one line if it fits, otherwise on several."""
     line = f"{head}{items}{tail}"
     code = line.split("  # ", maxsplit=1)[0]
     if len(code) <= WIDTH:
@@ -346,10 +344,10 @@ def _wrap(head: str, items: str, tail: str) -> list[str]:
 
 
 def _leave_out_round_trips(graph: fx.Graph) -> None:
-    """Read a tensor itself where its transpose's transpose is read: the same memory, laid alike.
+    """Remove pairs of transposes that cancel out: the result lies in memory as their input does.
 
-    Autograd's derivatives of a product are full of these. To call one takes as long as a small
-    kernel.
+    Autograd's derivatives of a matrix product are full of these. Calling one takes as long as a
+    small kernel.
     """
     transpose = torch.ops.aten.t.default
     for node in graph.find_nodes(op="call_function", target=transpose):
@@ -364,9 +362,9 @@ def _leave_out_round_trips(graph: fx.Graph) -> None:
 
 
 def compile_graph(graph: fx.Graph) -> fx.GraphModule:
-    """A module that takes its inputs in one list and frees each after its last use.
+    """Return a module that takes its inputs in one list, and frees each after its last use.
 
-    Where its operations follow the sizes of the step it runs at those of the capture.
+    If its operations follow the sizes of the step, it runs at those of the capture.
     """
     _leave_out_round_trips(graph)
     torch_compat.boxed_code(graph)

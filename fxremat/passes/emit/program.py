@@ -20,9 +20,9 @@ class Call:
     Attributes:
         op: the operation of the schedule that it carries out.
         block: what runs.
-        rebuilds: it recomputes a stage whose backward is the next call.
-        kept: storages among those of its inputs that are read again later.
-        handed: storages of gradients that are handed over right after it, and given back.
+        rebuilds: whether it recomputes a stage whose backward is the next call.
+        kept: storages of its inputs that are read again later.
+        handed: storages of gradients that are handed over right after it, and released.
     """
 
     op: Compute
@@ -38,10 +38,10 @@ class Program:
 
     Attributes:
         line: the stages.
-        calls: in order.
+        calls: the calls, in order.
         turn: index of the first call of the backward graph.
-        saved: tensors that the forward graph hands to the backward graph, primals among
-            them, in order of their first computation.
+        saved: tensors that the forward graph passes to the backward graph, including primals, in
+            the order of their first computation.
     """
 
     line: Line
@@ -95,7 +95,7 @@ def link(
 
 
 def keep_all(stage_count: int) -> Schedule:
-    """Nothing recomputed: every stage keeps its saved set."""
+    """Return the schedule that recomputes nothing: every stage keeps its saved set."""
     forward = [Forward(i, Keep.ALL) for i in range(stage_count)]
     backward = [Backward(i) for i in reversed(range(stage_count))]
     return Schedule((*forward, *backward))

@@ -1,4 +1,4 @@
-"""From a program to the forward and the backward that AOTAutograd runs."""
+"""Rewrite a program to the forward and the backward that AOTAutograd runs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from fxremat.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Travel:
-    """What travels to host memory, and where it lies there.
+    """What travels to host memory, and its place there.
 
     Attributes:
         moves: when each storage leaves and comes back.
-        offsets: of each, in bytes from the start of a step's host memory.
-        nbytes: of that memory.
-        arena: the number by which emitted code finds it.
+        offsets: offset of each storage in the step's host memory, in bytes.
+        nbytes: size of that memory.
+        arena: the id by which emitted code finds it.
     """
 
     moves: tuple[Move, ...]
@@ -45,9 +45,9 @@ class Travel:
     arena: int
 
     def names(self) -> dict[str, int]:
-        """What the code of a step that follows its sizes calls these numbers, and what they are.
+        """Return the names that code which follows sizes has for these numbers, and their values.
 
-        For the same moves at other sizes the code needs no more than these.
+        At other sizes, the same moves need no other numbers.
         """
         slots = {slot_name(storage): offset for storage, offset in self.offsets.items()}
         sizes = {bytes_name(move.storage): move.nbytes for move in self.moves}
@@ -55,34 +55,39 @@ class Travel:
 
 
 HOST_BYTES = "HOST_BYTES"
-"""Of the step's host memory, in code that follows sizes."""
+"""Name of the size of the step's host memory, in code that follows sizes."""
 
 
 def slot_name(storage: int) -> str:
-    """Where a storage lies in it."""
+    """Return the name of a storage's offset in host memory."""
     return f"SLOT{storage}"
 
 
 def bytes_name(storage: int) -> str:
-    """How large a storage is."""
+    """Return the name of a storage's size."""
     return f"BYTES{storage}"
 
 
 @dataclass(slots=True)
 class BlockModules:
-    """One module for each distinct block: identical stages share theirs."""
+    """One module for each distinct block, so that identical stages share theirs.
+
+    Attributes:
+        modules: modules by what they compute.
+        by_block: each block that was asked for, with its module, by the id of the block.
+    """
 
     modules: dict[Key, fx.GraphModule] = field(default_factory=dict)
-    known: dict[int, tuple[Block, fx.GraphModule]] = field(default_factory=dict)
+    by_block: dict[int, tuple[Block, fx.GraphModule]] = field(default_factory=dict)
 
     def of(self, block: Block, line: Line) -> fx.GraphModule:
-        """The module that runs ``block``."""
-        if id(block) not in self.known:  # the entry keeps the block, so its id, alive
+        """Return the module that runs ``block``."""
+        if id(block) not in self.by_block:  # the entry keeps the block alive, and so its id
             key = block_key(block, line.joint.storages)
             if key not in self.modules:
                 self.modules[key] = compile_graph(build_graph(block))
-            self.known[id(block)] = block, self.modules[key]
-        return self.known[id(block)][1]
+            self.by_block[id(block)] = block, self.modules[key]
+        return self.by_block[id(block)][1]
 
 
 def rewrite(
@@ -95,15 +100,15 @@ def rewrite(
 
     Args:
         program: the calls.
-        peaks_bytes: most memory held during each, for people.
+        peaks_bytes: peak during each call, for comments.
         modules: blocks that are compiled already; new ones are added.
-        travel: what is on the host over the turn.
+        travel: what is on the host at the loss point.
 
-    Ensures: the forward returns its outputs, then what the backward takes first: the
-        tensors of ``program.saved`` that do not travel, and the host memory of those that
-        do. Then the backward takes the tangents, and last what it gives gradients to
-        (:class:`fxremat.runtime.gradients.Gradients`), each as soon as it is made and its
-        primal is not read any more; it returns nothing. Each line of their code is one
+    Ensures: the forward returns its outputs, then the first inputs of the backward: the tensors of
+        ``program.saved`` that do not travel, and the host memory of those that do. Then the
+        backward takes the tangents, and last the receiver of gradients
+        (:class:`fxremat.runtime.gradients.Gradients`). It hands over each gradient as soon as it is
+        computed and its primal is not read any more, and returns nothing. Each line of code is one
         operation of the schedule.
     """
     joint = program.line.joint
@@ -111,7 +116,7 @@ def rewrite(
     nodes = program.line.nodes
     away = {nodes[i] for move in moves for i in move.nodes}
     saved = tuple(node for node in program.saved if node not in away)
-    forward = _Writer(program, modules)
+    forward = _GraphWriter(program, modules)
     forward.take(joint.primals)
     if travel:
         forward.open(travel)
@@ -119,7 +124,7 @@ def rewrite(
         forward.leave(moves, index)
         if index < program.turn:
             forward.call(program.calls[index], peaks_bytes[index])
-    backward = _Writer(program, modules)
+    backward = _GraphWriter(program, modules)
     backward.take(saved)
     if travel:
         backward.take_host(travel)
@@ -136,11 +141,11 @@ def rewrite(
 
 
 def handed_after(program: Program) -> dict[int, list[int]]:
-    """The primals whose gradients are handed over right after each call.
+    """Return the primals whose gradients are handed over right after each call.
 
-    That is after the call that makes the gradient, and after the last one that reads the primal:
-    whoever takes the gradient may change the primal at once, as an optimizer in the backward does.
-    Gradients that no call of the backward makes are handed over at the end.
+    That is after the call that computes the gradient, and after the last one that reads the primal:
+    the receiver may change the primal at once, as an optimizer in the backward does. Gradients that
+    no call of the backward computes are handed over at the end.
     """
     joint, calls = program.line.joint, program.calls
     table = joint.storages
@@ -149,18 +154,16 @@ def handed_after(program: Program) -> dict[int, list[int]]:
     for index in range(program.turn, len(calls)):
         made.update(dict.fromkeys(calls[index].block.outputs, index))
         last_read.update(dict.fromkeys(calls[index].block.reads, index))
-    found: dict[int, list[int]] = {}
+    handed: dict[int, list[int]] = {}
     for i, (primal, gradient) in enumerate(zip(joint.primals, joint.backward_outputs, strict=True)):
         if isinstance(gradient, fx.Node):
             reads = (last_read.get(storage, 0) for storage in table.of_node[primal])
-            place = max(made.get(gradient, len(calls)), *reads, 0)
-            found.setdefault(place, []).append(i)
-    return found
+            call = max(made.get(gradient, len(calls)), *reads, 0)
+            handed.setdefault(call, []).append(i)
+    return handed
 
 
-class _Writer:
-    """Writes one of the two."""
-
+class _GraphWriter:
     def __init__(self, program: Program, modules: BlockModules) -> None:
         self._line = program.line
         self._modules = modules
@@ -169,7 +172,7 @@ class _Writer:
         self._back: dict[int, Variable] = {}
 
     def take(self, nodes: Iterable[fx.Node]) -> None:
-        """Be given a value for each of ``nodes``."""
+        """Add an input for each of ``nodes``."""
         primals = sum(value.primal is not None for value in self._body.takes)
         for node in nodes:
             value = self._made(node)
@@ -179,7 +182,6 @@ class _Writer:
             self._body.takes.append(value)
 
     def open(self, travel: Travel) -> None:
-        """Get the step's host memory."""
         self._travel, self.host = travel, Variable(HOST)
         nbytes = self._number(HOST_BYTES, travel.nbytes)
         comment = f"{format_bytes(travel.nbytes)} on the host"
@@ -188,24 +190,22 @@ class _Writer:
         )
 
     def take_host(self, travel: Travel) -> None:
-        """Get the step's host memory from the forward."""
+        """Add the step's host memory, which the forward has opened, as an input."""
         self._travel, self.host = travel, Variable(HOST)
         self._body.takes.append(self.host)
 
     def take_gradients(self) -> None:
-        """Get what gradients are given to."""
         self._gradients = Variable(GRADIENTS)
         self._body.takes.append(self._gradients)
 
     def give(self, primals: Iterable[int]) -> None:
-        """Hand the gradients of ``primals`` over."""
         outputs = self._line.joint.backward_outputs
         made = {i: self._value(node) for i in primals if isinstance(node := outputs[i], fx.Node)}
         if made:
             self._body.statements.append(Statement(GIVE, (self._gradients, made)))
 
     def leave(self, moves: Iterable[Move], place: int) -> None:
-        """Before call ``place``: copies to the host begin, and memory is given back."""
+        """Start copies to the host before call ``place``, and release memory that was copied."""
         for move in moves:
             if move.offload == place:
                 self._run(transfer.offload, move, f"D2H {format_bytes(move.nbytes)}")
@@ -224,7 +224,7 @@ class _Writer:
         )
 
     def come_back(self, moves: Iterable[Move], place: int) -> None:
-        """Before call ``place``: copies back begin, and those it needs are waited for."""
+        """Start copies back before call ``place``, and wait for those that the call needs."""
         for move in sorted(moves, key=lambda m: m.wait):
             if move.prefetch == place:
                 self._prefetch(move)
@@ -257,11 +257,11 @@ class _Writer:
         return self._number(slot_name(move.storage), self._travel.offsets[move.storage])
 
     def _number(self, name: str, value: int) -> int:
-        """``value``, under a name in the code where it follows the sizes of the step."""
+        """Return ``value``, with a name if the code follows the sizes of the step."""
         return Size.named(name, value) if self._line.joint.sizes else value
 
     def _value_name(self, node: fx.Node) -> str:
-        """Boundaries are x, what a stage keeps is kept; the rest goes by its own name."""
+        """Return a name that says whether ``node`` is a boundary (``x``) or kept by a stage."""
         stage = self._line.stage_of.get(node)
         match self._line.role_of[node]:
             case Role.BOUNDARY:
@@ -272,7 +272,7 @@ class _Writer:
                 return node.name
 
     def _made(self, node: fx.Node) -> Variable:
-        """A value for ``node`` from now on; a call gives one list at most, of none but its own."""
+        """Return a new variable for ``node``; only values of the call's own stage share a list."""
         saved = self._line.role_of[node] is Role.SAVED
         value = self._values[node] = Variable(
             self._body.named(self._value_name(node), node),
@@ -281,7 +281,7 @@ class _Writer:
         return value
 
     def call(self, call: Call, peak_bytes: int) -> None:
-        """Add the call and a value for each of its results."""
+        """Add a call, and a variable for each of its results."""
         block = call.block
         module = self._modules.of(block, self._line)
         arguments = [self._value(node) for node in block.inputs]
@@ -295,7 +295,7 @@ class _Writer:
         self._body.statements.append(statement)
 
     def _value(self, node: fx.Node) -> Variable:
-        if node not in self._values:  # a constant: both carry their own reference
+        if node not in self._values:  # a constant, which forward and backward both refer to
             name = str(node.target)
             constant: object = self._line.joint.module
             for part in name.split("."):
@@ -322,7 +322,7 @@ class _Writer:
         return ", ".join(parts)
 
     def finish(self, results: Iterable[object]) -> Emitted:
-        """Return ``results``: nodes, values, or numbers."""
+        """Return ``results``: nodes, variables, or numbers."""
         values = [self._value(x) if isinstance(x, fx.Node) else x for x in results]
         self._body.statements.append(Statement(RETURN, values))
         return emitted(self._body)

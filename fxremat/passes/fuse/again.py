@@ -1,14 +1,14 @@
-"""Which values of a stage's forward its backward computes for itself.
+"""Choose which values of a stage's forward its backward computes again inside of kernels.
 
-A kernel that reads a value can as well read what the value is computed from, element by element,
-and compute it on the way: that takes no memory and hardly any time. So of all that a backward
-reads of its stage, the least bytes are chosen that give the rest: a minimum cut, as in the min-cut
-partitioner of AOTAutograd, but within a stage, and of what kernels read alone.
+A kernel that reads a value can instead read what the value is computed from, element by element,
+and compute it on the way. This takes no memory and hardly any time. So of all that a backward reads
+of its stage, the least bytes are kept from which the rest can be computed: a minimum cut, as in the
+min-cut partitioner of AOTAutograd, but within a stage, and only of what kernels read.
 
-A product of the backward reads what its forward did, such as the output of an activation. Where a
-kernel of the same stage's backward reads what that is computed from anyway, it can write it as
-well: the value is not held from forward to backward, for one write to memory. AOTAutograd's
-partitioner does the same at any ``activation_memory_budget`` below 1.
+A matrix product of the backward reads what its forward did, such as the output of an activation. If
+a kernel of the same stage's backward reads what that is computed from anyway, it can also write
+that output. The value is then not held from forward to backward, for one write to memory.
+AOTAutograd's partitioner does the same at any ``activation_memory_budget`` below 1.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ aten = torch.ops.aten
 SOURCE, SINK = "given", "read"
 
 SLOW = {aten.cat.default}
-"""Pointwise operations that no reader computes for itself: for each element a kernel would look
-for the input that has it, and take up to twice as long as it does where the result is in memory.
-"""
+"""Pointwise operations that no reader repeats: for each element a kernel would search for the input
+that has it, and take up to twice as long as with the result in memory."""
 
 Roots = Mapping[fx.Node, tuple[fx.Node, ...]]
-"""Values that readers compute for themselves, and what each is computed from."""
+"""Values that readers compute themselves, and what each is computed from."""
 
 
 def computed_again(
     line: Line, span: Span, kinds: Kinds, *, kept: Set[fx.Node] | None = None
 ) -> frozenset[fx.Node]:
-    """Forward values of ``span`` that its backward need not be given.
+    """Return the forward values of ``span`` that its backward computes itself.
 
     Args:
         line: the step.
-        span: of it.
-        kinds: of its operations.
-        kept: values that are in memory anyway; ``None``: all that operations that run alone read.
+        span: a span of it.
+        kinds: kinds of its operations.
+        kept: values that are in memory anyway; ``None``: all that unfused operations read.
     """
-    own = {n for n in span.forward if kinds[n] is not Kind.VIEW}
-    there = line.pinned | (kept or set())
+    values = {n for n in span.forward if kinds[n] is not Kind.VIEW}
+    in_memory = line.pinned | (kept or set())
     read: set[fx.Node] = set()
     for reader in span.backward:
-        found = own.intersection(bases(reader.all_input_nodes, kinds))
+        inputs = values.intersection(bases(reader.all_input_nodes, kinds))
         if kinds[reader].fuses or (kept is not None and kinds[reader] is Kind.ALONE):
-            read |= found
+            read |= inputs
         elif kinds[reader] is not Kind.VIEW:
-            there = there | found
-    sources = {n: own.intersection(bases(n.all_input_nodes, kinds)) - there for n in own}
-    held = _kept(line, span, kinds, sources={n: sources[n] for n in own - there}, read=read)
+            in_memory = in_memory | inputs
+    sources = {n: values.intersection(bases(n.all_input_nodes, kinds)) - in_memory for n in values}
+    computed = {n: sources[n] for n in values - in_memory}
+    held = _least_kept(line, span, kinds, sources=computed, read=read)
     again: set[fx.Node] = set()
-    waiting = list(read - there - held)
+    waiting = list(read - in_memory - held)
     while waiting:
         node = waiting.pop()
         if node not in again:
@@ -70,7 +70,7 @@ def computed_again(
     return frozenset(again)
 
 
-def _kept(
+def _least_kept(
     line: Line,
     span: Span,
     kinds: Kinds,
@@ -78,15 +78,15 @@ def _kept(
     sources: Mapping[fx.Node, Set[fx.Node]],
     read: Set[fx.Node],
 ) -> set[fx.Node]:
-    """The least bytes that all of ``read`` can be computed from.
+    """Return the values of the fewest bytes from which all of ``read`` can be computed.
 
-    ``sources`` are those of each value that is not in memory anyway.
+    ``sources`` has the sources of each value that is not in memory anyway.
     """
     table = line.joint.storages
     graph = nx.DiGraph()
     graph.add_nodes_from((SOURCE, SINK))
     for node, read_by_it in sources.items():
-        # What leaves the span is held anyway; among equals few values are better.
+        # What leaves the span is held anyway; of equal cuts, the one of fewer values is better.
         nbytes = 0 if node in span.leaving else table.total(table.of_node[node])
         graph.add_edge((node, "in"), (node, "out"), capacity=1 + nbytes)
         mutated = line.joint.mutated.intersection(bases(node.all_input_nodes, kinds))
@@ -97,13 +97,13 @@ def _kept(
             graph.add_edge((source, "out"), (node, "in"))
     for node in read & sources.keys():
         graph.add_edge((node, "out"), SINK)
-    # Of equal cuts this is the one next to the readers.
+    # Of equal cuts this is the one closest to the readers.
     _, (far, _) = nx.minimum_cut(graph, SOURCE, SINK)
     return {n for n in sources if ((n, "in") in far) != ((n, "out") in far)}
 
 
 def roots_of(again: Set[fx.Node], span: Span, kinds: Kinds) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """What each value of ``again`` is computed from that is not in ``again`` itself."""
+    """Return what each value of ``again`` is computed from that is not in ``again`` itself."""
     roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in span.forward:
         if node in again:
@@ -112,9 +112,9 @@ def roots_of(again: Set[fx.Node], span: Span, kinds: Kinds) -> dict[fx.Node, tup
 
 
 def read_by(node: fx.Node, roots: Roots, kinds: Kinds) -> dict[fx.Node, None]:
-    """What running ``node`` reads, where it computes for itself what has ``roots``.
+    """Return what running ``node`` reads if it computes the values in ``roots`` itself.
 
-    Views are left out: it is what they look at.
+    Views are replaced by what they are views of.
     """
     read = bases(node.all_input_nodes, kinds)
     return dict.fromkeys(root for source in read for root in roots.get(source, (source,)))
@@ -123,17 +123,17 @@ def read_by(node: fx.Node, roots: Roots, kinds: Kinds) -> dict[fx.Node, None]:
 def sources_first(
     wanted: Iterable[fx.Node], is_inside: Callable[[fx.Node], bool]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What ``wanted`` need: nodes inside, each after all that it reads, and what these read."""
+    """Return the nodes inside that ``wanted`` depend on, in order, and what they read outside."""
     order: list[fx.Node] = []
     others: list[fx.Node] = []
-    seen: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     waiting: list[tuple[fx.Node, bool]] = [(n, False) for n in reversed([*wanted])]
     while waiting:
         node, is_ready = waiting.pop()
         if is_ready:
             order.append(node)
-        elif node not in seen:
-            seen.add(node)
+        elif node not in visited:
+            visited.add(node)
             if is_inside(node):
                 waiting.append((node, True))
                 waiting += [(n, False) for n in reversed(node.all_input_nodes)]
@@ -143,9 +143,9 @@ def sources_first(
 
 
 def computed_twice(line: Line) -> fx.GraphModule:
-    """The graph of ``line`` in which backwards compute values that their kernels can write.
+    """Return the graph of ``line`` in which backwards compute values that their kernels can write.
 
-    Ensures: every value has the operations that it had; nothing else is computed.
+    Ensures: every value is computed by the same operations as before; nothing else is computed.
     """
     kinds = kinds_of(line.joint)
     old = line.joint.module.graph
@@ -165,17 +165,17 @@ def computed_twice(line: Line) -> fx.GraphModule:
             continue
         is_again = lambda n, again=again: not again.isdisjoint(bases([n], kinds))
         needed, given = sources_first(reader.all_input_nodes, is_again)
-        found = {n: values[n] for n in given}
+        replaced = {n: values[n] for n in given}
         with graph.inserting_before(values[reader]):
             for node in needed:
                 if node not in twice:
                     call = (node.target, node.args, node.kwargs)
-                    made = twice[node] = add_call(graph, call, found, f"{node.name}_twice")
+                    made = twice[node] = add_call(graph, call, replaced, f"{node.name}_twice")
                     made.meta = dict(node.meta) | {"partitioner_tag": "is_backward"}
                     made.meta["val"] = fake_result((made.target, made.args, made.kwargs), mode)
-                found[node] = twice[node]
-        values[reader].args = fx.node.map_arg(reader.args, found.__getitem__)
-        values[reader].kwargs = fx.node.map_arg(reader.kwargs, found.__getitem__)
+                replaced[node] = twice[node]
+        values[reader].args = fx.node.map_arg(reader.args, replaced.__getitem__)
+        values[reader].kwargs = fx.node.map_arg(reader.kwargs, replaced.__getitem__)
     graph.lint()
     return torch_compat.graph_module(line.joint.module, graph)
 
@@ -186,9 +186,10 @@ def _writable(
     kinds: Kinds,
     gradients: Set[fx.Node],
 ) -> frozenset[fx.Node]:
-    """What ``span``'s backward need not be given, as a kernel of it can write it in time.
+    """Return forward values that a kernel of ``span``'s backward can write before they are read.
 
-    That is a kernel of gradients that reads what the value needs, and needs no reader of it.
+    That kernel computes gradients, reads what the value is computed from, and depends on none of
+    the value's readers.
     """
     kept: set[fx.Node] = set()
     readers = [n for n in span.backward if kinds[n] is Kind.ALONE]
@@ -199,9 +200,9 @@ def _writable(
         kernels = {n: read for n, read in kernels.items() if not gradients.isdisjoint(read)}
         late: set[fx.Node] = set()
         for reader in readers:
-            found = again.intersection(bases(reader.all_input_nodes, kinds))
-            after = _depending(reader, span.backward) if found else set[fx.Node]()
-            for value in found:
+            inputs = again.intersection(bases(reader.all_input_nodes, kinds))
+            after = _depending(reader, span.backward) if inputs else set[fx.Node]()
+            for value in inputs:
                 needed = set(roots[value]) - line.joint.given
                 if all(n in after or needed.isdisjoint(read) for n, read in kernels.items()):
                     late.add(value)
@@ -211,9 +212,9 @@ def _writable(
 
 
 def _depending(source: fx.Node, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The ones of ``nodes``, which are in order, that depend on ``source``."""
-    found = {source}
+    """Return those of ``nodes``, which are in order, that depend on ``source``."""
+    depending = {source}
     for node in nodes:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if not depending.isdisjoint(node.all_input_nodes):
+            depending.add(node)
+    return depending

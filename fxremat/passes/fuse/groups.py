@@ -1,13 +1,13 @@
-"""Which operations run as one unit.
+"""Choose which operations run as one unit.
 
-Units are within spans, runs of stages: cuts between stages are many, where operations are taken
-apart. Where several have no operation between them that runs alone, all but the one that the
-fewest bytes cross are left out: they would cut what one kernel could compute.
+Units lie within spans, which are runs of stages. If operations are decomposed, there are many cuts
+between stages. Of cuts without an unfused operation in between, only the one that the fewest bytes
+cross is kept: the others would divide what one kernel can compute.
 
-Within a span and direction operations of one level can be one unit whatever their order. A level
-is the number of operations that ran alone, and of parts that ended, on the longest way to a value.
-Operations of a level are one unit where they have a value or an input in common; values of one
-operation, such as the mean and the variance of a norm, count as one input.
+Within a span and direction, operations of one level can be one unit in any order. The level is the
+number of unfused operations, and of ended parts, on the longest path to a value. Operations of a
+level become one unit if they share a value or an input; values of one operation, such as mean and
+variance of a norm, count as one input.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fxremat.passes.joint import rng
 from fxremat.passes.stages.linearize import Line
 
 NEAR, MUCH = 4, 1.5
-"""A cut is left out where another one, so many operations that run alone away or fewer, is
-crossed by so many times fewer bytes."""
+"""A cut is dropped if another one, at most ``NEAR`` unfused operations away, is crossed by fewer
+bytes by a factor of ``MUCH``."""
 
 Sources = Callable[[fx.Node], Iterable[fx.Node]]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Stages that follow each other.
+    """Consecutive stages.
 
     Attributes:
         forward, backward: their operations, in the order of the graph.
@@ -45,9 +45,9 @@ class Span:
 
 
 def spans_of(line: Line, kinds: Kinds) -> list[Span]:
-    """The spans of a line, in order."""
+    """Return the spans of a line, in order."""
     order = line.order.__getitem__
-    sums = line.sums  # they run with whichever stage is the last
+    sums = line.sums  # they run with the stage that runs last
     spans, first = [], 0
     for end in (*_cuts(line, kinds), len(line.stages)):
         stages = line.stages[first:end]
@@ -63,7 +63,7 @@ def spans_of(line: Line, kinds: Kinds) -> list[Span]:
 
 
 def _cuts(line: Line, kinds: Kinds) -> list[int]:
-    """Stages before which a span begins."""
+    """Return the stages that begin a span, except the first."""
     table = line.joint.storages
     fixed = {*line.segments.ends, len(line.stages) - 1 if line.ends_at_turn else 0}
     best: dict[int, tuple[int, int]] = {}
@@ -91,15 +91,15 @@ def group(
     nbytes: Callable[[fx.Node], int],
     parts: Mapping[fx.Node, int],
 ) -> list[list[fx.Node]]:
-    """Groups of those of ``nodes`` that fuse.
+    """Group those of ``nodes`` that fuse.
 
     Args:
-        nodes: of one span and direction, in order.
-        kinds: of all.
-        sources: what running a node reads: no views, and no values that are computed again.
-        shared: whether readers of an input may be one unit for that.
-        nbytes: of a value.
-        parts: of nodes that are not of part 0; a unit is of one.
+        nodes: operations of one span and direction, in order.
+        kinds: kinds of all operations.
+        sources: returns what running a node reads, without views and recomputed values.
+        shared: returns whether readers of an input may form a unit because of it.
+        nbytes: returns the size of a value.
+        parts: the part of each node, unless it is 0; a unit has one part.
     """
     levels = _Levels(nodes, kinds, sources, nbytes, parts).levels
     joined = nx.Graph()
@@ -114,7 +114,8 @@ def group(
             elif shared(source):
                 made_by = source.all_input_nodes[0] if kinds.get(source) is Kind.VALUE else source
                 joined.add_edge(readers.setdefault((made_by, levels[node], part), node), node)
-    number = {n: i for i, own in enumerate(nx.connected_components(joined)) for n in own}
+    components = enumerate(nx.connected_components(joined))
+    number = {n: i for i, component in components for n in component}
     groups: dict[int, list[fx.Node]] = {}
     for node in joined:
         groups.setdefault(number[node], []).append(node)
@@ -122,10 +123,10 @@ def group(
 
 
 class _Levels:
-    """Finds the level of each operation but views.
+    """Finds the level of each operation that is no view.
 
-    None is below that of a source, nor equal where the source runs alone, or is of a higher part;
-    no draw's is below that of the draw before. Arguments are those of :func:`group`.
+    It is at least that of each source, and higher if the source runs unfused or is of a higher
+    part. The levels of draws keep their order. For arguments see :func:`group`.
     """
 
     def __init__(
@@ -148,33 +149,34 @@ class _Levels:
             n for n in self._nodes if all(u in self._users for u in readers_of(n, kinds))
         }
         self._floors: dict[fx.Node, int] = {}
-        self.levels = self._found()
-        self._put_off()
-        self._bring_together()
+        self.levels = self._lowest_levels()
+        self._postpone()
+        self._join_readers()
 
-    def _after(self, source: fx.Node, node: fx.Node) -> int:
+    def _rise(self, source: fx.Node, node: fx.Node) -> int:
+        """Return by how many levels ``node`` is above ``source`` because of their parts."""
         return int(self._parts.get(source, 0) > self._parts.get(node, 0))
 
-    def _found(self) -> dict[fx.Node, int]:
-        """The least levels that are no less than the floors."""
+    def _lowest_levels(self) -> dict[fx.Node, int]:
+        """Return the lowest levels that are at least the floors."""
         levels: dict[fx.Node, int] = {}
         drawn = 0
         for node in self._nodes:
-            before = (levels[s] + self._after(s, node) for s in self._reads[node] if s in levels)
+            before = (levels[s] + self._rise(s, node) for s in self._reads[node] if s in levels)
             alone = self._kinds[node] is Kind.ALONE
             levels[node] = max(max(before, default=0) + alone, self._floors.get(node, 0))
             if rng.is_state(node) or rng.draws(node):
                 levels[node] = drawn = max(levels[node], drawn)
         return levels
 
-    def _put_off(self) -> None:
-        """What only kernels of later levels read is computed there, where that holds no more."""
+    def _postpone(self) -> None:
+        """Compute values that only kernels of later levels read there, unless more is held."""
         for node in reversed(self._nodes):
             users = self._users[node]
             fusing = users and all(self._kinds[u].fuses for u in users)
             if self._kinds[node] is not Kind.POINTWISE or node not in self._inside or not fusing:
                 continue
-            later = min(self.levels[u] - self._after(node, u) for u in users)
+            later = min(self.levels[u] - self._rise(node, u) for u in users)
             if later == self.levels[node]:
                 continue
             cone, held = self._cone(node)
@@ -182,16 +184,16 @@ class _Levels:
             if sum(map(self._nbytes, kept)) <= self._nbytes(node):
                 self._floors.update(dict.fromkeys(cone, later))
                 self.levels.update(dict.fromkeys(cone, later))
-        self.levels = self._found()
+        self.levels = self._lowest_levels()
 
-    def _bring_together(self) -> None:
-        """What needs nothing of the span is computed with those that read the same values.
+    def _join_readers(self) -> None:
+        """Compute values that depend on nothing in the span with operations that read the same.
 
-        Only where something that runs alone reads it: all else is with its readers.
+        This is done only for values that an unfused operation reads: others are with their readers.
         """
         for node in self._nodes:
-            alone = any(self._kinds[u] is Kind.ALONE for u in self._users[node])
-            if not alone or self._kinds[node] is not Kind.POINTWISE or node not in self._inside:
+            is_read = any(self._kinds[u] is Kind.ALONE for u in self._users[node])
+            if not is_read or self._kinds[node] is not Kind.POINTWISE or node not in self._inside:
                 continue
             cone, held = self._cone(node)
             if held or self.levels[node]:
@@ -199,17 +201,17 @@ class _Levels:
             read = {s for n in cone for s in self._reads[n] if s not in self._users}
             shared: Counter[int] = Counter()
             for other in self._nodes:
-                bound = any(s in self._users for s in self._reads[other])  # to some levels
+                bound = any(s in self._users for s in self._reads[other])
                 if other not in cone and self._kinds[other].fuses and bound:
                     for source in read.intersection(self._reads[other]):
                         shared[self.levels[other]] += self._nbytes(source)
             if shared:
                 level = min(shared, key=lambda level: (-shared[level], level))
                 self._floors.update(dict.fromkeys(cone, level))
-        self.levels = self._found()
+        self.levels = self._lowest_levels()
 
     def _cone(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-        """``node`` and what is computed for it alone, and what else of the span these read."""
+        """Return ``node`` with what is computed only for it, and what these read of the span."""
         cone, others = {node}, set[fx.Node]()
         waiting = [s for s in self._reads[node] if s in self._users]
         while waiting:
@@ -222,5 +224,5 @@ class _Levels:
                 cone.add(source)
                 waiting += [s for s in self._reads[source] if s in self._users]
             else:
-                others.add(source)  # unless its last reader is met yet
+                others.add(source)  # it may join the cone when its last reader does
         return cone, others - cone

@@ -1,4 +1,4 @@
-"""What an operation is to a compiler of kernels: part of one, a view of memory, or on its own."""
+"""What an operation is to a compiler of kernels: part of a kernel, a view, or unfused."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Kind(Enum):
     """How an operation may run."""
 
     POINTWISE = "pointwise"
-    """In a kernel with others; each element is computed by itself, so any kernel may repeat it."""
+    """In a kernel with others. Elements are computed independently, so any kernel may repeat it."""
     REDUCTION = "reduction"
-    """In a kernel with others; what it sums over is read whole."""
+    """In a kernel with others, which reads all that it reduces over."""
     VIEW = "view"
-    """A view of memory that is there, or the pick of one of several views."""
+    """A view of existing memory, or one of several views."""
     VALUE = "value"
-    """The pick of one value of an operation with several."""
+    """One of several results of an operation."""
     ALONE = "alone"
-    """As torch runs it: products, convolutions, random draws, any operation that is not known."""
+    """As torch runs it: matrix products, convolutions, random draws, unknown operations."""
 
     @property
     def fuses(self) -> bool:
@@ -43,7 +43,7 @@ POINTWISE = {
     aten.as_strided_scatter.default, aten._unsafe_index.Tensor, aten.repeat.default,
     aten.flip.default,
 }  # fmt: skip
-"""Pointwise operations beside those that torch tags so."""
+"""Pointwise operations that torch does not tag as such."""
 
 DTYPES = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -52,44 +52,46 @@ DTYPES = {
 
 
 class Part(IntEnum):
-    """What is never one unit with others though it could be: a unit runs whole, and each part has
-    its own reason to run again, or not to. What reads another part's values in a level comes later.
+    """Parts are never fused with each other, although they could be.
+
+    A unit runs as a whole, and each part has its own reason to be recomputed, or not to be. Within
+    a level, readers of another part's values come later.
     """
 
     AGAIN = 0
-    """Any operation."""
+    """All other operations."""
     SUMS = 1
-    """A forward's sums over the first dimension, what leads to these alone, and small values
-    computed of them alone: they take long and leave little to keep. A kernel has read all of its
-    inputs before it knows one; sums along rows are known while the row is still at hand."""
+    """Sums of a forward over the first dimension, with operations that only lead to these, and
+    small values that are computed from these only. They take long and leave little to keep. A
+    kernel knows such a sum only after it has read all inputs, but a sum along rows while the row is
+    still in cache."""
     ONCE = 2
-    """New values of mutated inputs, what reads old ones, and what leads to these alone: the old
-    values are gone by the time at which it could run again."""
+    """New values of mutated inputs, with operations that read the old values or only lead to new
+    ones. The old values no longer exist when they could be recomputed."""
 
 
 Kinds = Mapping[fx.Node, Kind]
 
 
 def kinds_of(joint: JointGraph) -> dict[fx.Node, Kind]:
-    """The kind of each operation."""
-    found: dict[fx.Node, Kind] = {}
+    """Return the kind of each operation."""
+    kinds: dict[fx.Node, Kind] = {}
     for node in (*joint.forward, *joint.backward):
-        found[node] = _kind(node, joint, found)
-    return found
+        kinds[node] = _kind(node, joint, kinds)
+    return kinds
 
 
-def _kind(node: fx.Node, joint: JointGraph, known: Kinds) -> Kind:
+def _kind(node: fx.Node, joint: JointGraph, earlier: Kinds) -> Kind:
     target = node.target
     views = joint.storages.of_node[node] and joint.storages.is_view(node)
     if is_getitem(node):
-        return (
-            Kind.VIEW if views and known.get(node.all_input_nodes[0]) is Kind.VIEW else Kind.VALUE
-        )
+        is_view = views and earlier.get(node.all_input_nodes[0]) is Kind.VIEW
+        return Kind.VIEW if is_view else Kind.VALUE
     if views:
         return Kind.VIEW
     if not isinstance(target, torch._ops.OpOverload):
         return Kind.ALONE
-    kept = rng.is_state(node) or joint.is_old_value(node)  # nothing can compute it again
+    kept = rng.is_state(node) or joint.is_old_value(node)  # it cannot be recomputed
     random = rng.is_draw(node) or torch.Tag.nondeterministic_seeded in target.tags
     tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
     plain = all(t.dtype in DTYPES and t.device == joint.device for t in tensors)
@@ -101,13 +103,13 @@ def _kind(node: fx.Node, joint: JointGraph, known: Kinds) -> Kind:
 
 
 def is_fused(node: fx.Node, kinds: Kinds) -> bool:
-    """Whether ``node`` can be part of a kernel with others, or is one value of what can."""
+    """Return whether ``node`` can be part of a kernel with others, or is a result of what can."""
     operation = node.all_input_nodes[0] if kinds[node] is Kind.VALUE else node
     return kinds[operation].fuses
 
 
 def bases(nodes: Iterable[fx.Node], kinds: Kinds) -> Iterator[fx.Node]:
-    """What ``nodes`` are, or are views of."""
+    """Yield ``nodes``, with what views are views of in place of views."""
     for node in nodes:
         while kinds.get(node) is Kind.VIEW and node.all_input_nodes:
             node = node.all_input_nodes[0]
@@ -115,7 +117,7 @@ def bases(nodes: Iterable[fx.Node], kinds: Kinds) -> Iterator[fx.Node]:
 
 
 def readers_of(node: fx.Node, kinds: Kinds) -> Iterator[fx.Node]:
-    """What reads ``node``, or a view of it."""
+    """Yield what reads ``node``, or a view of it."""
     waiting = list(node.users)
     while waiting:
         user = waiting.pop()
@@ -126,13 +128,16 @@ def readers_of(node: fx.Node, kinds: Kinds) -> Iterator[fx.Node]:
 
 
 def parts_of(joint: JointGraph, kinds: Kinds) -> dict[fx.Node, Part]:
-    """The part of each operation that is of another than ``AGAIN``."""
-    sums = dict.fromkeys(_sums(joint, kinds), Part.SUMS)
-    return sums | dict.fromkeys(_once(joint, kinds), Part.ONCE)
+    """Return the part of each operation, unless it is ``AGAIN``."""
+    sums = dict.fromkeys(_sum_operations(joint, kinds), Part.SUMS)
+    return sums | dict.fromkeys(_once_operations(joint, kinds), Part.ONCE)
 
 
-def _once(joint: JointGraph, kinds: Kinds) -> set[fx.Node]:
-    """Operations of ``Part.ONCE``. Results are kept, so what reads a result reads no old value."""
+def _once_operations(joint: JointGraph, kinds: Kinds) -> set[fx.Node]:
+    """Return the operations of ``Part.ONCE``.
+
+    Results are kept, so what reads a result reads no old value.
+    """
     results = set(joint.results)
     once = results.intersection(joint.forward_outputs[: len(joint.mutated)])
     others = results - once
@@ -147,31 +152,29 @@ def _once(joint: JointGraph, kinds: Kinds) -> set[fx.Node]:
         users = [u for u in node.users if u.op != "output"]
         if users and once.issuperset(users) and node not in others:
             once.add(node)
-    # Results of one operation are computed with it.
-    apart = {n for n in once if kinds[n] is Kind.VALUE and n.all_input_nodes[0] not in once}
-    return once - apart
+    # A value belongs to the part of its operation.
+    return {n for n in once if kinds[n] is not Kind.VALUE or n.all_input_nodes[0] in once}
 
 
-def _sums(joint: JointGraph, kinds: Kinds) -> set[fx.Node]:
-    """Operations of ``Part.SUMS``."""
-    found: set[fx.Node] = set()
+def _sum_operations(joint: JointGraph, kinds: Kinds) -> set[fx.Node]:
+    sums: set[fx.Node] = set()
     for node in joint.forward:
         read = [n for n in bases(node.all_input_nodes, kinds) if n not in joint.given]
         if kinds[node] is Kind.REDUCTION:
-            ours = _sums_over_first(node)
+            belongs = _sums_over_first(node)
         else:
             small = kinds[node] is Kind.VALUE or _numel(node) <= max(map(_numel, read), default=0)
             fuses = kinds[node] in (Kind.VALUE, Kind.POINTWISE)
-            ours = fuses and small and bool(read) and found.issuperset(read)
-        if ours:
-            found.add(node)
+            belongs = fuses and small and bool(read) and sums.issuperset(read)
+        if belongs:
+            sums.add(node)
     forward, results = set(joint.forward), set(joint.results)
     for node in reversed(joint.forward):
         if (kinds[node].fuses or kinds[node] is Kind.VALUE) and node not in results:
             readers = forward.intersection(readers_of(node, kinds))
-            if readers and found.issuperset(readers):
-                found.add(node)
-    return found
+            if readers and sums.issuperset(readers):
+                sums.add(node)
+    return sums
 
 
 def _numel(node: fx.Node) -> int:
@@ -179,7 +182,7 @@ def _numel(node: fx.Node) -> int:
 
 
 def _sums_over_first(node: fx.Node) -> bool:
-    """Whether a reduction is over the first dimension of what it reads, maybe among others."""
+    """Return whether a reduction includes the first dimension of what it reads."""
     source = node.all_input_nodes[0]
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     if not is_tensor(source) or "dim" not in names:

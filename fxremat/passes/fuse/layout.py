@@ -1,8 +1,8 @@
-"""Convolutions in the layout in which their libraries are fastest: channels last.
+"""Convolutions in the memory format in which libraries are fastest: channels last.
 
-As Inductor has it: inputs of convolutions, and the gradients of their results, lie so; what is
-computed from them element by element follows. What goes in and out of the step lies as ever, and
-what is drawn at random is drawn for what lies as ever.
+As in Inductor, inputs of convolutions and gradients of their results use that format, and what is
+computed from them element by element follows. Inputs and outputs of the step keep their layout, and
+random draws are made for the traced layout.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ CHANNELED: Mapping[object, int] = {
     aten.convolution.default: 1,
     aten.convolution_backward.default: 2,
 }
-"""So many of their first arguments lie with channels last."""
+"""How many of the first arguments have channels last."""
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def with_channels_last(module: fx.GraphModule) -> fx.GraphModule:
-    """``module``, a settled joint graph, with its convolutions in that layout.
+    """Return ``module``, a prepared joint graph, with its convolutions in that format.
 
-    Ensures: it is the graph itself where there are none, where sizes vary, or where Inductor
-        would leave them alone.
+    Ensures: the graph itself is returned if there are no convolutions, if sizes vary, or if
+        Inductor would not change the format.
     """
     nodes = list(module.graph.nodes)
     if any(LAYOUTS in n.meta for n in nodes) or not torch_compat.prefers_channels_last(module):
@@ -49,21 +49,20 @@ def with_channels_last(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _StuckError(Exception):
-    """An operation runs neither in the layout nor as it was."""
+    """An operation runs neither in the new format nor in the traced one."""
 
 
 class _Writer:
-    """Copies a graph, operations in the layout that suits them."""
+    """Copies a graph, with operations in the format that suits them."""
 
     def __init__(self, mode: Any) -> None:
         self.graph = fx.Graph()
         self._mode = mode
         self._values: dict[fx.Node, fx.Node] = {}
-        self._last: dict[fx.Node, fx.Node] = {}
+        self._converted: dict[fx.Node, fx.Node] = {}
 
     def copy(self, node: fx.Node) -> None:
-        """Add ``node``."""
-        if node.op == "output":  # results lie as ever
+        if node.op == "output":  # results keep their layout
             before = {old: self._as_before(old, node) for old in node.all_input_nodes}
             output = self.graph.output(fx.node.map_arg(node.args[0], before.__getitem__))
             output.meta = dict(node.meta)
@@ -73,43 +72,44 @@ class _Writer:
             self._values[node] = self.graph.node_copy(node, self._values.__getitem__)
 
     def _run(self, node: fx.Node, count: int) -> None:
-        """Add an operation, with its first arguments, so many, in the layout."""
+        """Add an operation whose first ``count`` arguments have channels last."""
         args: Any = fx.node.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, self._values.__getitem__)
-        args = tuple(self._laid(a, node) if i < count else a for i, a in enumerate(args))
-        # Random numbers are drawn in the order in which they lie.
+        args = tuple(
+            self._to_channels_last(a, node) if i < count else a for i, a in enumerate(args)
+        )
+        # Random numbers are drawn in the order of memory.
         draws = torch_compat.draws_random_numbers(node)
-        value = None if draws else self._value(node, args, kwargs)
-        if value is None:  # it needs its inputs as they were, as some views do
+        value = None if draws else self._try_run(node, args, kwargs)
+        if value is None:  # it needs its inputs in the traced layout, as some views do
             back = {old: self._as_before(old, node) for old in node.all_input_nodes}
             args = fx.node.map_arg(node.args, back.__getitem__)
             kwargs = fx.node.map_arg(node.kwargs, back.__getitem__)
-            value = self._value(node, args, kwargs)
+            value = self._try_run(node, args, kwargs)
         if value is None:
             raise _StuckError
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         new.meta = {k: v for k, v in node.meta.items() if k != "tensor_meta"} | {"val": value}
         self._values[node] = new
 
-    def _value(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """What the operation returns, without data; ``None``: it cannot be run so."""
+    def _try_run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operation, without data; ``None`` if it cannot run like this."""
         try:
             return fake_result((node.target, args, kwargs), self._mode)
         except (RuntimeError, ValueError):
             return None
 
-    def _laid(self, new: fx.Node, reader: fx.Node) -> fx.Node:
-        """``new`` with its channels last."""
+    def _to_channels_last(self, new: fx.Node, reader: fx.Node) -> fx.Node:
         value = new.meta["val"]
         wanted = FORMATS.get(value.dim())
         if wanted is None or value.is_contiguous(memory_format=wanted):
             return new
-        if new not in self._last:
-            self._last[new] = self._clone(new, wanted, reader)
-        return self._last[new]
+        if new not in self._converted:
+            self._converted[new] = self._clone(new, wanted, reader)
+        return self._converted[new]
 
     def _as_before(self, old: fx.Node, reader: fx.Node) -> fx.Node:
-        """The value of ``old`` as it was traced to lie in memory."""
+        """Return the value of ``old`` in its traced layout."""
         new = self._values[old]
         before, now = old.meta.get("val"), new.meta["val"]
         if not isinstance(before, torch.Tensor) or before.stride() == now.stride():
@@ -122,10 +122,10 @@ class _Writer:
         raise _StuckError
 
     def _with_strides(self, new: fx.Node, shape: torch.Size, reader: fx.Node) -> fx.Node:
-        """``new`` as a view with the strides of ``shape``.
+        """Return ``new`` as a view with the strides of ``shape``.
 
-        Where there is one element along a dimension its stride says nothing: weights of one pixel
-        have their elements in the same order, channels last or not.
+        The stride of a dimension of size 1 means nothing: weights of one pixel have their elements
+        in the same order, channels last or not.
         """
         origin = new if reader.op == "output" else reader
         for target, args in ((aten.squeeze.default, ()), (aten.view.default, ([*shape],))):

@@ -1,7 +1,7 @@
-"""The joint graph with units in place of what they compute.
+"""Rewrite the joint graph with units in place of what they compute.
 
-An item is what becomes one operation of the new graph: a group of operations that fuse, or one
-alone. Items are ordered, and it is found what is asked of each, before any is written.
+An item becomes one operation of the new graph: it is a group of operations that fuse, or a single
+one. Items are ordered, and it is determined what is asked of each, before any is written.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from fxremat.runtime.views import look
 aten = torch.ops.aten
 
 LEAST_OPERATIONS = 2
-"""An operation alone runs as torch runs it, unless it lays memory out anew."""
+"""A single operation runs as torch runs it, unless it changes the layout of memory."""
 
 CONTIGUOUS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
-"""Operations whose results lie one way, whatever they are given."""
+"""Operations whose results have the same layout whatever they are given."""
 
 
 def fuse(line: Line, units: Units) -> fx.GraphModule:
-    """The graph of ``line`` with units.
+    """Return the graph of ``line`` with units.
 
     Args:
-        line: the step, as it was traced with operations taken apart.
-        units: those that exist; new ones are added.
+        line: the step, traced with decompositions.
+        units: units that exist; new ones are added.
 
-    Ensures: no unit crosses a cut of ``line``; every tensor that is left has the layout it had;
-        random draws keep their order.
+    Ensures: no unit crosses a cut of ``line``; every remaining tensor has the layout it had; random
+        draws keep their order.
     """
     return _Writer(_Items(line), units).write()
 
@@ -56,9 +56,9 @@ class _Item:
 
     Attributes:
         nodes: what it computes, in order.
-        roots: of values that it computes for itself, though others compute them, too.
-        fused: it becomes a unit.
-        given: values that others read; none where nobody needs it.
+        roots: values that it computes itself, though other items compute them, too.
+        fused: whether it becomes a unit.
+        given: values that others read; empty if nobody needs it.
     """
 
     nodes: list[fx.Node]
@@ -68,25 +68,25 @@ class _Item:
 
 
 class _Items:
-    """All operations of a line.
+    """All items of a line.
 
     Attributes:
         line: the step.
-        kinds: of its operations.
-        ordered: items, each after all that it reads, else as the graph has them; random draws
-            in their order.
+        kinds: kinds of its operations.
+        ordered: items, each after all that it reads, otherwise in the order of the graph; random
+            draws keep their order.
     """
 
     def __init__(self, line: Line) -> None:
         self.line = line
         self.kinds = kinds_of(line.joint)
-        self._all = self._found()
+        self._all = self._built()
         self._item_of = {n: item for item in self._all for n in item.nodes}
         self.ordered = self._ordered()
         self._ask()
 
     def looked_at(self, node: fx.Node) -> fx.Node | None:
-        """The base of a view, where that surely lies in memory as it was traced."""
+        """Return the base of a view, if its layout is certain."""
         if self.kinds.get(node) is not Kind.VIEW or not is_tensor(node):
             return None
         (base,) = bases([node], self.kinds)
@@ -95,13 +95,12 @@ class _Items:
         return base if self.is_sure(base) else None
 
     def is_sure(self, node: fx.Node) -> bool:
-        """Whether a value surely lies in memory as it was traced."""
+        """Return whether a value certainly has its traced layout."""
         item = self._item_of.get(node)
         made = item is not None and (item.fused or node.target in CONTIGUOUS)
         return made or node in self.line.joint.given
 
-    def _found(self) -> list[_Item]:
-        """Items of all operations of the line."""
+    def _built(self) -> list[_Item]:
         joint = self.line.joint
         parts = parts_of(joint, self.kinds)
         items: list[_Item] = []
@@ -126,15 +125,16 @@ class _Items:
             nbytes=lambda n: table.total(table.of_node[n]),
             parts=parts,
         )
-        for own in groups:
-            enough = sum(self.kinds[n].fuses for n in own) >= LEAST_OPERATIONS or _turns(own[0])
-            is_aten = getattr(own[0].target, "namespace", "") == "aten"
-            lacks = any(n in roots for n in bases(own[0].all_input_nodes, self.kinds))
-            if enough or not is_aten or lacks:
-                yield _Item(own, roots, fused=True)
+        for members in groups:
+            first = members[0]
+            several = sum(self.kinds[n].fuses for n in members) >= LEAST_OPERATIONS
+            is_aten = getattr(first.target, "namespace", "") == "aten"
+            lacks = any(n in roots for n in bases(first.all_input_nodes, self.kinds))
+            if several or _transposes(first) or not is_aten or lacks:
+                yield _Item(members, roots, fused=True)
 
     def _reads_of(self, item: _Item, node: fx.Node) -> Iterable[fx.Node]:
-        """What running ``node`` reads in ``item``: outside of units a view may read its base."""
+        """Return what running ``node`` reads in ``item``; outside units, a view reads its base."""
         if item.fused:
             return read_by(node, item.roots, self.kinds)
         base = self.looked_at(node)
@@ -145,7 +145,7 @@ class _Items:
         after = nx.DiGraph()
         after.add_nodes_from(self._all)
         for item in self._all:
-            read = (n for own in item.nodes for n in self._reads_of(item, own))
+            read = (source for node in item.nodes for source in self._reads_of(item, node))
             sources = {self._item_of[n]: None for n in read if n in self._item_of}
             after.add_edges_from((source, item) for source in sources if source is not item)
         draws = [n for n in (*joint.forward, *joint.backward) if rng.is_state(n) or rng.draws(n)]
@@ -159,7 +159,7 @@ class _Items:
         )
 
     def _ask(self) -> None:
-        """Find what is asked of each item: nothing of those that nobody needs."""
+        """Determine what is asked of each item; nothing is asked of those that nobody needs."""
         for node in (*self.line.joint.results, *self.line.joint.gradients):
             self._give(node)
         for item in reversed(self.ordered):
@@ -184,8 +184,8 @@ class _Items:
             item.given.setdefault(node)
 
 
-def _turns(node: fx.Node) -> bool:
-    """Whether a copy has another order of elements than what it copies; kernels go in blocks."""
+def _transposes(node: fx.Node) -> bool:
+    """Return whether ``node`` copies into another order of elements, which kernels do in blocks."""
     if node.target is not aten.clone.default:
         return False
     source, made = (n.meta["val"] for n in (node.all_input_nodes[0], node))
@@ -193,7 +193,7 @@ def _turns(node: fx.Node) -> bool:
 
 
 def _numbers(line: Line, ordered: Sequence[_Item]) -> dict[_Item, int]:
-    """Sequence numbers: a backward's is that of the operation it differentiates."""
+    """Return sequence numbers; a backward item has that of the operation it differentiates."""
     positions = locate(line.joint, views=line.views)
     forward = [i for i in ordered if i.given and i.nodes[0] in positions.forward]
     numbers = {item: i for i, item in enumerate(forward)}
@@ -201,11 +201,11 @@ def _numbers(line: Line, ordered: Sequence[_Item]) -> dict[_Item, int]:
     for item, number in numbers.items():
         for node in item.nodes:
             at[positions.forward[node]] = number
-    known = -1
+    highest = -1
     filled = []
     for position in range(positions.count):
-        known = max(known, at.get(position, known))
-        filled.append(max(known, 0))
+        highest = max(highest, at.get(position, highest))
+        filled.append(max(highest, 0))
     for item in ordered:
         if item.nodes[0] in positions.backward:
             position = max(positions.backward[n] for n in item.nodes)
@@ -214,8 +214,6 @@ def _numbers(line: Line, ordered: Sequence[_Item]) -> dict[_Item, int]:
 
 
 class _Writer:
-    """Writes the new graph."""
-
     def __init__(self, items: _Items, units: Units) -> None:
         self._items = items
         self._joint = items.line.joint
@@ -224,7 +222,6 @@ class _Writer:
         self._values: dict[fx.Node, fx.Node] = {}
 
     def write(self) -> fx.GraphModule:
-        """The whole graph."""
         old = self._joint.module.graph
         for node in old.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -233,7 +230,7 @@ class _Writer:
         for item in self._items.ordered:
             if not item.given:
                 continue
-            made = self._unit(item) if item.fused else self._copy(item.nodes[0])
+            made = self._call_unit(item) if item.fused else self._copy(item.nodes[0])
             if item in numbers:
                 for new in (made, *(self._values[node] for node in item.given)):
                     new.meta["seq_nr"] = numbers[item]
@@ -244,7 +241,7 @@ class _Writer:
         return torch_compat.graph_module(self._joint.module, self._graph)
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        """An operation as it is; a view of what surely lies as traced looks at it."""
+        """Copy an operation, or view the base of a view if its layout is certain."""
         base = self._items.looked_at(node)
         if base is not None:
             (layout,), (whole,) = layouts_of(node), layouts_of(base)
@@ -257,8 +254,7 @@ class _Writer:
         self._values[node] = new
         return new
 
-    def _unit(self, item: _Item) -> fx.Node:
-        """A call of the unit that computes ``item``."""
+    def _call_unit(self, item: _Item) -> fx.Node:
         given = sorted(item.given, key=item.nodes.index)
         graph, inputs = _graph_of(item, given, self._items.kinds)
         sure = [self._items.is_sure(n) for n in inputs]
@@ -266,9 +262,9 @@ class _Writer:
         sizes = (Size.named(name, hint) for name, hint in unit.hints.items())
         args = (*(self._values[n] for n in inputs), *sizes)
         made = self._graph.call_function(unit, args)  # type: ignore[arg-type]
-        made.meta = {k: v for k, v in given[-1].meta.items() if k not in _OF_ONE}
+        made.meta = {k: v for k, v in given[-1].meta.items() if k not in _PER_TENSOR}
         if len(given) == 1:
-            made.meta |= _kept(given[0])
+            made.meta |= _tensor_meta(given[0])
             self._values[given[0]] = made
             return made
         made.meta["val"] = tuple(n.meta["val"] for n in given)
@@ -281,27 +277,26 @@ class _Writer:
         return made
 
 
-_OF_ONE = ("val", LAYOUTS, "tensor_meta", "desc", "seq_nr")
+_PER_TENSOR = ("val", LAYOUTS, "tensor_meta", "desc", "seq_nr")
 
 
-def _kept(node: fx.Node) -> dict[str, Any]:
-    """Metadata of the tensors that a node returns."""
+def _tensor_meta(node: fx.Node) -> dict[str, Any]:
     return {k: node.meta[k] for k in ("val", LAYOUTS) if k in node.meta}
 
 
 def _graph_of(
     item: _Item, given: Sequence[fx.Node], kinds: Kinds
 ) -> tuple[fx.Graph, list[fx.Node]]:
-    """A graph that gives ``given``, and what it takes."""
+    """Return a graph that computes ``given``, and its inputs."""
     inside = {*item.nodes, *item.roots}
     order, inputs = sources_first(given, lambda n: n in inside or kinds.get(n) is Kind.VIEW)
     graph = fx.Graph()
     copied: dict[fx.Node, Any] = {}
     for i, node in enumerate(inputs):
         copied[node] = graph.placeholder(f"in{i}")
-        copied[node].meta = _kept(node)
+        copied[node].meta = _tensor_meta(node)
     for node in order:
         copied[node] = add_call(graph, (node.target, node.args, node.kwargs), copied)
-        copied[node].meta = _kept(node)
+        copied[node].meta = _tensor_meta(node)
     graph.output(tuple(copied[n] for n in given))
     return graph, inputs

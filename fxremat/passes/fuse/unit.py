@@ -1,4 +1,4 @@
-"""Units: operations that are compiled once, as few kernels, and run as one operation."""
+"""Units: operations that are compiled once, to few kernels, and run as one operation."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from fxremat.passes.joint.sizes import evaluated, layouts_of, names_in
 from fxremat.progress import LOG
 
 MOST_SIZES = 128
-"""Sizes of a unit whose kernels are kept; the oldest go first."""
+"""For how many sizes the kernels of a unit are kept; the oldest are dropped first."""
 
 MOST_NAMES, DIGITS = 4, 8
-"""Operations, and digits of its digest, in the name of a unit."""
+"""How many operations, and how many digits of its digest, are in the name of a unit."""
 
 Run = Callable[[list[Any]], Any]
-"""Takes inputs in a list, which it empties; returns what the unit does."""
+"""Takes inputs in a list, which it empties; returns the results of the unit."""
 
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides."""
+"""Shape and strides of a tensor."""
 
 
 class Unit:
     """A few operations as one, which emitted graphs call by name.
 
-    Equal units are one object: what is computed again runs the same kernels as the first time.
+    Equal units are one object, so a recomputation runs the same kernels as the first computation.
 
     Args:
-        name: in emitted code; it says what is computed, and is another for any other unit.
-        graph: placeholders, operations, and a tuple of tensors in storages of their own.
-        sure: which of its inputs always lie as traced; results of libraries may lie otherwise.
+        name: its unique name in emitted code, which says what is computed.
+        graph: placeholders, operations, and a tuple of tensors in separate storages.
+        sure: which of its inputs always have their traced layout; results of libraries may not.
         hints: the sizes that the operations follow, by name, and their values at the capture.
-        device: of all tensors.
+        device: device of all tensors.
 
-    It takes the inputs, and the sizes in their order; it returns a tensor, or a list of several.
+    A call takes the inputs, and the sizes in their order. It returns a tensor, or a list of
+    several.
     """
 
     def __init__(
@@ -67,14 +68,14 @@ class Unit:
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any) -> Any:
-        """Run it; kernels are made for sizes that come for the first time."""
+        """Run the unit; kernels for new sizes are compiled."""
         count = len(self.inputs)
         key = args[count:]
         for i in self._unsure:
             key += args[i].stride()
         run = self._runs.get(key)
         if run is None:
-            # Amid a step: kernels are chosen by rules, for a benchmark would take memory.
+            # A step is running, and a benchmark would take memory, so rules choose the kernels.
             places = [(tuple(t.shape), tuple(t.stride())) for t in args[:count]]
             run = self._run_for(tuple(map(int, args[count:])), places, benchmarked=False)
         return run([*args[:count]])
@@ -84,13 +85,13 @@ class Unit:
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """Names of what it computes, in order."""
-        return _operations(self.graph)
+        """Names of the operations, in order."""
+        return _operation_names(self.graph)
 
     def compile(self, sizes: tuple[int, ...]) -> bool:
-        """Make its kernels for ``sizes``, in the order of the hints, where all lies as traced.
+        """Compile kernels for ``sizes``, in the order of the hints, and for traced layouts.
 
-        Returns whether there were none.
+        Returns whether there were none before.
         """
         places = self._traced(sizes)
         with self._lock:
@@ -99,13 +100,13 @@ class Unit:
         return is_new
 
     def run_once(self, sizes: tuple[int, ...]) -> None:
-        """Run it on zeros, so that its kernels are loaded and the fastest of each are chosen."""
+        """Run it on zeros, so that its kernels are loaded and the fastest versions are chosen."""
         places = self._traced(sizes)
         run = self._run_for(sizes, places, benchmarked=True)
         run([self._zeros(node, place) for node, place in zip(self.inputs, places, strict=True)])
 
     def _zeros(self, node: fx.Node, place: Place) -> torch.Tensor:
-        """An input of the unit; zeros are places of elements in whatever is read by place."""
+        """Return an input of the unit; zeros are valid indices, too."""
         shape, stride = place
         dtype = node.meta["val"].dtype
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device).zero_()
@@ -114,32 +115,32 @@ class Unit:
         return self._places(dict(zip(self.hints, sizes, strict=True)))
 
     def forget(self, sizes: tuple[int, ...]) -> None:
-        """Forget kernels for ``sizes``, and those for any."""
+        """Drop kernels for ``sizes``, and those for any sizes."""
         with self._lock:
             self._any_size = None
             for key in [key for key in self._runs if key[: len(sizes)] == sizes]:
                 del self._runs[key]
 
     def _run_for(self, sizes: tuple[int, ...], places: list[Place], *, benchmarked: bool) -> Run:
-        """What runs for inputs that lie so, made now if it must be."""
+        """Return the function for inputs with these layouts, compiled now if necessary."""
         key = self._key(sizes, places)
         with self._lock:
             if key not in self._runs:
                 named = dict(zip(self.hints, sizes, strict=True))
                 run = None
                 if named != self.hints and places == self._places(named):
-                    run = self._for_any_size(sizes, benchmarked=benchmarked)
-                if len(self._runs) > MOST_SIZES:  # those of the capture come first, and stay
+                    run = self._compile_any(sizes, benchmarked=benchmarked)
+                if len(self._runs) > MOST_SIZES:  # the first ones, of the capture, stay
                     self._runs.pop(next(islice(self._runs, 1, None)))
-                run = run or self._made(named, places, benchmarked=benchmarked)
-                self._runs[key] = self._checked(key, run, named)
+                run = run or self._compile_at(named, places, benchmarked=benchmarked)
+                self._runs[key] = self._checking(key, run, named)
             return self._runs[key]
 
     def _key(self, sizes: tuple[int, ...], places: Sequence[Place]) -> tuple[int, ...]:
         return (*sizes, *(stride for i in self._unsure for stride in places[i][1]))
 
     def _places(self, sizes: Mapping[str, Any]) -> list[Place]:
-        """Shapes and strides of inputs as they were traced."""
+        """Return the traced shapes and strides of the inputs."""
         return [_place(node, sizes) for node in self.inputs]
 
     def _described(
@@ -148,8 +149,8 @@ class Unit:
         dtypes = (node.meta["val"].dtype for node in self.inputs)
         return self._graph_at(sizes), list(zip(places, dtypes, strict=True))
 
-    def _for_any_size(self, sizes: tuple[int, ...], *, benchmarked: bool) -> Run | None:
-        """Kernels for all sizes at once, where they hold for ``sizes``."""
+    def _compile_any(self, sizes: tuple[int, ...], *, benchmarked: bool) -> Run | None:
+        """Compile kernels for all sizes at once; return them if they are valid for ``sizes``."""
         if self.eager:
             return None
         if self._any_size is None:
@@ -166,8 +167,10 @@ class Unit:
         run, holds = self._any_size
         return (lambda args: run([*args, *sizes])) if holds(*sizes) else None
 
-    def _made(self, sizes: Mapping[str, int], places: Sequence[Place], *, benchmarked: bool) -> Run:
-        """Kernels, or the operations as they are where none can be made."""
+    def _compile_at(
+        self, sizes: Mapping[str, int], places: Sequence[Place], *, benchmarked: bool
+    ) -> Run:
+        """Compile kernels, or return the operations themselves if that fails."""
         try:
             if not self.eager:
                 return torch_compat.compile_kernels(
@@ -177,7 +180,7 @@ class Unit:
                 )
         except Exception as error:
             self.eager = True
-            self.__qualname__ += "_as_it_is"  # costs of its kernels are not its own
+            self.__qualname__ += "_as_it_is"  # its costs are not those of its kernels
             LOG.debug("why %s is not compiled", self, exc_info=True)
             torch_compat.warn(
                 f"{self} ({', '.join(self.operations)}) could not be compiled and runs operation "
@@ -187,7 +190,7 @@ class Unit:
         return lambda args: module(*args)
 
     def _graph_at(self, sizes: Mapping[str, Any]) -> fx.Graph:
-        """The graph with numbers in place of what follows the sizes."""
+        """Return the graph with numbers in place of what follows the sizes."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
         for node in graph.nodes:
@@ -195,8 +198,8 @@ class Unit:
             node.kwargs = fx.node.map_aggregate(node.kwargs, lambda value: evaluated(value, sizes))
         return graph
 
-    def _checked(self, key: tuple[int, ...], run: Run, sizes: Mapping[str, int]) -> Run:
-        """``run``; results that lie wrong are found in the first run, and copied from then on."""
+    def _checking(self, key: tuple[int, ...], run: Run, sizes: Mapping[str, int]) -> Run:
+        """Let the first run of ``run`` find results with wrong layouts, which are then copied."""
         output = self.graph.output_node()
         wanted: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
         single = len(wanted) == 1
@@ -204,10 +207,10 @@ class Unit:
         def first(args: list[Any]) -> Any:
             given = {torch_compat.storage_key(t) for t in args}
             results = list(run(args))
-            wrong = _wrong(given, results, [_place(n, sizes) for n in wanted])
-            final = (lambda args: _put_right(list(run(args)), wrong)) if wrong else run
+            wrong = _misplaced(given, results, [_place(n, sizes) for n in wanted])
+            final = (lambda args: _relayout(list(run(args)), wrong)) if wrong else run
             self._runs[key] = (lambda args: final(args)[0]) if single else final
-            _put_right(results, wrong)
+            _relayout(results, wrong)
             return results[0] if single else results
 
         return first
@@ -221,29 +224,29 @@ def _place(node: fx.Node, sizes: Mapping[str, Any]) -> Place:
     )
 
 
-def _wrong(
+def _misplaced(
     given: Set[int], results: Sequence[torch.Tensor], places: Sequence[Place]
 ) -> dict[int, Place]:
-    """Results that lie in storages that are ``given`` or others', or not as they would."""
-    seen = set(given)
+    """Return results that share a storage with others or inputs, or have another layout."""
+    used = set(given)
     wrong = {}
     for i, (tensor, place) in enumerate(zip(results, places, strict=True)):
         key = torch_compat.storage_key(tensor)
-        if key in seen or (tuple(tensor.shape), tuple(tensor.stride())) != place:
+        if key in used or (tuple(tensor.shape), tuple(tensor.stride())) != place:
             wrong[i] = place
-        seen.add(key)
+        used.add(key)
     return wrong
 
 
-def _put_right(results: list[torch.Tensor], wrong: Mapping[int, Place]) -> list[torch.Tensor]:
-    """``results`` with copies in place of those that are wrong, one after the other."""
+def _relayout(results: list[torch.Tensor], wrong: Mapping[int, Place]) -> list[torch.Tensor]:
+    """Replace the ``wrong`` results by copies with the right layout."""
     for i, (shape, stride) in wrong.items():
         results[i] = results[i].new_empty_strided(shape, stride).copy_(results[i])
     return results
 
 
 class Units:
-    """A table of units: equal ones are one."""
+    """A table of units, in which equal ones are one."""
 
     def __init__(self) -> None:
         self._units: dict[str, Unit] = {}
@@ -257,10 +260,11 @@ class Units:
         *,
         note: Callable[[int], object] = lambda _nbytes: None,
     ) -> None:
-        """Make the kernels of all for the sizes of the capture.
+        """Compile the kernels of all units for the sizes of the capture.
 
-        ``progress`` is called with the number made and the number of all, ``note`` as by
-        :func:`compile_units`.
+        Args:
+            progress: called with a title, the number of compiled units, and the number of all.
+            note: as for :func:`compile_units`.
         """
         wanted = [(unit, tuple(unit.hints.values())) for unit in self]
 
@@ -270,18 +274,18 @@ class Units:
         compile_units(wanted, made, note=note)
 
     def of(self, graph: fx.Graph, sure: Sequence[bool], device: torch.device) -> Unit:
-        """The unit that runs ``graph``.
+        """Return the unit that runs ``graph``.
 
         Args:
-            graph: operations.
-            sure: which of its inputs surely lie as traced.
-            device: of all tensors.
+            graph: the operations.
+            sure: which of its inputs certainly have their traced layout.
+            device: device of all tensors.
         """
         described, names = _described(graph)
         text = "\n".join([str(device), repr(list(sure)), *described])
         digest = hashlib.sha256(text.encode()).hexdigest()
         if digest not in self._units:
-            first = [*dict.fromkeys(_operations(graph))][:MOST_NAMES]
+            first = [*dict.fromkeys(_operation_names(graph))][:MOST_NAMES]
             name = "_".join(["fused", *first, digest[:DIGITS]])
             self._units[digest] = Unit(name, graph, sure, names, device)
         return self._units[digest]
@@ -293,16 +297,16 @@ def compile_units(
     *,
     note: Callable[[int], object] = lambda _nbytes: None,
 ) -> None:
-    """Make kernels of units, each for sizes, with their compilers side by side.
+    """Compile kernels of units for given sizes, with their compilers running at the same time.
 
     Args:
-        wanted: units, and their sizes in the order of the hints.
-        progress: called with the number of those made.
-        note: called with the most bytes that these kernels held at once when they first ran, with
-            the buffers by which the fastest versions are chosen; not on a CPU.
+        wanted: units, each with sizes in the order of its hints.
+        progress: called with the number of compiled units.
+        note: called with the peak bytes that these kernels held when they first ran, including
+            buffers for choosing the fastest versions; not on a CPU.
 
-    Ensures: on other devices each kernel has run, so none of them allocates more than it needs
-        when it runs again.
+    Ensures: on other devices each kernel has run, so that none allocates more than necessary when
+        it runs again.
     """
     new: list[tuple[Unit, tuple[int, ...]]] = []
 
@@ -317,12 +321,12 @@ def compile_units(
         with torch_compat.compilers_side_by_side():
             compile_each()
     except BaseException as error:
-        for unit, sizes in wanted:  # whatever ended it: nobody may call a kernel that is not there
+        for unit, sizes in wanted:  # some of the kernels may not exist
             unit.forget(sizes)
         if not isinstance(error, Exception):
             raise
-        # A compiler failed: whose unit it was shows if it is the only one at work.
-        LOG.debug("kernels are made one after the other", exc_info=True)
+        # A compiler failed; compiling one unit at a time shows which unit it was.
+        LOG.debug("kernels are compiled one after the other", exc_info=True)
         compile_each()
     new = [(unit, sizes) for unit, sizes in dict.fromkeys(new) if unit.device.type != "cpu"]
     if not new:
@@ -333,13 +337,13 @@ def compile_units(
             for unit, sizes in new:
                 unit.run_once(sizes)
     except BaseException:
-        for unit, sizes in new:  # the next call makes them, and lets them run, once more
+        for unit, sizes in new:  # the next call compiles and runs them again
             unit.forget(sizes)
         raise
 
 
 def _described(graph: fx.Graph) -> tuple[list[str], dict[str, int]]:
-    """A line for each node, equal for graphs that compute the same; and the sizes in them."""
+    """Return a line for each node, equal for graphs that compute the same, and their sizes."""
     lines: list[str] = []
     number: dict[fx.Node, int] = {}
     names: dict[str, int] = {}
@@ -356,7 +360,6 @@ def _described(graph: fx.Graph) -> tuple[list[str], dict[str, int]]:
     return lines, names
 
 
-def _operations(graph: fx.Graph) -> tuple[str, ...]:
-    """Names of the operations of ``graph``, in order."""
+def _operation_names(graph: fx.Graph) -> tuple[str, ...]:
     nodes = (n for n in graph.nodes if n.op == "call_function" and not is_getitem(n))
     return tuple(str(n.target).split(".")[1] for n in nodes)

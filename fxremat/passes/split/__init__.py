@@ -1,1 +1,1 @@
-"""Runs of operations that are computed for some rows at a time."""
+"""Compute runs of operations for some rows at a time."""

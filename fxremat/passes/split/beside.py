@@ -1,4 +1,4 @@
-"""Gradients of a loss that were computed beside it, before its own gradient was known."""
+"""Gradients of a loss that were computed together with it, before its own gradient was known."""
 
 from __future__ import annotations
 
@@ -21,30 +21,33 @@ _counts = threading.local()
 
 
 def beside(early: Tensor, *_gradients: Tensor) -> Tensor:
-    """Stands in a graph that is still made for ``early``, as it is with the loss's real gradient.
+    """Stand for ``early`` in a graph that is under construction, with the loss's real gradient.
 
-    The others are that gradient, the one that ``early`` was computed with, and gradients of the
-    step's results from which these follow: all real ones, then those expected; see :class:`Beside`.
+    The other arguments are the loss's real gradient, the one that ``early`` was computed with, and
+    the gradients of the step's results from which these two follow: all real ones, then all
+    expected ones. See :class:`Beside`.
     """
     return torch.empty_like(early)
 
 
 class Beside:
-    """Gradients that a run in parts has computed beside a loss, with an expected gradient of the
-    loss itself: they are given where that has come true, to the last bit, else computed once more,
-    and the next forward expects what has come.
+    """Gradients that a run in parts has computed together with a loss.
 
-    On a GPU one number is read for that, which waits for the forward; a step that is captured as a
-    CUDA graph computes them once more.
+    They were computed for an expected gradient of the loss, and are returned if the expectation was
+    right to the last bit. Otherwise they are computed again, and the next forward expects the
+    gradient that came.
+
+    On a GPU, one number is read for that, which waits for the forward. A step that is captured as a
+    CUDA graph always computes them again.
 
     Args:
         parts: the run.
-        place: of the loss's gradient among the inputs of the run.
-        results: places of what is given among its results.
+        place: index of the loss's gradient among the inputs of the run.
+        results: indices of the gradients among its results.
         expected: gradients of the step's results, from which that of the loss follows.
 
-    It takes what the run does, the loss's gradient, those of the step's results, and what was
-    computed before; it returns a tensor, or a list of several.
+    A call takes the inputs of the run, the loss's gradient, those of the step's results, and what
+    was computed before. It returns a tensor, or a list of several.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Beside:
 
     @property
     def code(self) -> str:
-        """What it does, as Python reads it."""
+        """What it does, as Python code."""
         read = [n.name for n in self.parts.graph.nodes if n.op == "placeholder"]
         kept = [f"kept{i}" for i in self.results]
         came = [f"came{i}" for i in range(len(self.expected))]
@@ -83,14 +86,14 @@ class Beside:
 
     @property
     def _count(self) -> int:
-        """How many arguments are the run's."""
+        """Number of arguments that are inputs of the run."""
         return len(self.parts.inputs) + len(self.parts.hints)
 
     def __call__(self, *args: Any) -> Any:
-        """Give the gradients."""
+        """Return the gradients."""
         gradient, *others = args[self._count :]
         if not cuda_graph.is_captured():
-            if _are_equal(gradient, args[self.place]):
+            if _same_bits(gradient, args[self.place]):
                 return self.as_expected(*args)
             _counts.anew = computed_anew() + 1
             for own, came in zip(self.expected, others, strict=False):
@@ -98,44 +101,43 @@ class Beside:
         return self.anew(*args)
 
     def anew(self, *args: Any) -> Any:
-        """Compute them once more, with the gradient that has come; nothing is learned."""
+        """Compute the gradients again for the gradient that came; expectations stay as they are."""
         given = [*args[: self._count]]
         given[self.place] = args[self._count]
         made = self.parts(*given)
-        found = [made[i] for i in self.results] if len(self.parts.outputs) > 1 else [made]
-        return found[0] if len(found) == 1 else found
+        gradients = [made[i] for i in self.results] if len(self.parts.outputs) > 1 else [made]
+        return gradients[0] if len(gradients) == 1 else gradients
 
     def as_expected(self, *args: Any) -> Any:
-        """Give them where the loss's gradient is as expected."""
+        """Return the gradients that were computed before, because the expectation was right."""
         kept = [*args[-len(self.results) :]]
-        if torch_compat.keeps_graph():  # what is handed over may be written to
+        if torch_compat.keeps_graph():  # whoever gets them may modify them
             kept = [tensor.clone() for tensor in kept]
         return kept[0] if len(kept) == 1 else kept
 
 
 def parts_of(node: fx.Node) -> Parts | None:
-    """The run in parts that an operation is, or may be."""
+    """Return the run in parts that an operation is, or may run."""
     run = node.target.parts if isinstance(node.target, Beside) else node.target
     return run if isinstance(run, Parts) else None
 
 
 def computed_anew() -> int:
-    """How often this thread has computed such gradients once more, but for CUDA graphs."""
+    """Return how often this thread has computed such gradients again, not counting CUDA graphs."""
     return getattr(_counts, "anew", 0)
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two numbers have the same bits."""
+def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(number.cpu().reshape(1).view(torch.uint8) for number in (one, other)))
 
 
-def gathered(module: fx.GraphModule) -> bool:
-    """Let one operation, a :class:`Beside`, give all that one run has computed beside a loss.
+def gather_gradients(module: fx.GraphModule) -> bool:
+    """Let one operation, a :class:`Beside`, return all gradients that one run has computed early.
 
     Args:
         module: a graph with runs in parts; it is changed.
 
-    Returns whether all that was computed beside a loss was computed in parts.
+    Returns whether all that was to be computed together with a loss is computed in parts.
     """
     graph = module.graph
     marks: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
@@ -145,24 +147,24 @@ def gathered(module: fx.GraphModule) -> bool:
         if not isinstance(run.target, Parts) or gradients[1] not in run.args:
             return False
         marks.setdefault((run, *gradients), []).append(mark)
-    for (run, *gradients), own in marks.items():
-        _give(graph, run, gradients, own)
+    for (run, *gradients), of_run in marks.items():
+        _replace_marks(graph, run, gradients, of_run)
     graph.lint()
     return True
 
 
-def _give(
+def _replace_marks(
     graph: fx.Graph, run: fx.Node, gradients: Sequence[fx.Node], marks: Sequence[fx.Node]
 ) -> None:
-    """Put one operation in place of ``marks``, whose values ``run`` has computed."""
+    """Replace ``marks``, whose values ``run`` has computed, by one operation."""
     early: list[Any] = [mark.args[0] for mark in marks]
     results = [n.args[1] if is_getitem(n) else 0 for n in early]
-    gradient, with_which, *others = gradients
+    gradient, assumed, *others = gradients
     came, expected = others[: len(others) // 2], others[len(others) // 2 :]
     parts: Any = run.target
     targets: list[Any] = [node.target for node in expected]
     with graph.inserting_before(marks[0]):
-        target = Beside(parts, run.args.index(with_which), results, targets)
+        target = Beside(parts, run.args.index(assumed), results, targets)
         made = graph.call_function(target, (*run.args, gradient, *came, *early))
     made.meta = {k: v for k, v in marks[0].meta.items() if k != "tensor_meta"}
     if len(marks) == 1:

@@ -1,4 +1,4 @@
-"""Rules: which dimensions of the tensors of an operator of aten run together."""
+"""Operators of aten: which dimensions of their tensors run together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fxremat.passes.split.labels import (
     Labels,
     Rule,
     axes,
-    beside,
-    chosen,
+    broadcast_labels,
+    dims_of,
     whole,
 )
 
@@ -30,31 +30,33 @@ EVEN = (
     " sub.Tensor tanh threshold threshold_backward trunc where.Scalar"
     " where.ScalarOther where.ScalarSelf where.self"
 )
-"""Pointwise operators whose kernels compute a number alike wherever it is. Others compute what does
-not fill a vector of a CPU by another formula, as ``clamp.Tensor`` does, whose bounds are tensors,
-or what is divided by a single number, as ``div.Tensor_mode`` does in half precision."""
+"""Pointwise operators whose kernels compute a number in the same way wherever it is.
+
+On a CPU, others compute numbers that do not fill a vector by another formula, such as
+``clamp.Tensor``, whose bounds are tensors, or divisions by a single number, such as
+``div.Tensor_mode`` in half precision."""
 
 
 def pointwise(call: Call) -> Dims | None:
-    """Each element by itself; tensors are broadcast."""
+    """Label operators that compute each element from those in its place; tensors are broadcast."""
     formats = (None, torch.preserve_format, torch.contiguous_format)
     if call.values.get("memory_format") not in formats:
         return None
     out = axes(call.out)
-    inputs = {name: beside(shape, out) for name, shape in call.tensors.items()}
-    rounds_twice = call.values.get("alpha", 1) != 1  # or once, in a vector
+    inputs = {name: broadcast_labels(shape, out) for name, shape in call.tensors.items()}
+    rounds_twice = call.values.get("alpha", 1) != 1  # but only once in a vector
     exact = call.name in EXACT and not rounds_twice
     return Dims(inputs, [out] * len(call.returns), exact=exact)
 
 
 def alike(call: Call) -> Dims:
-    """Numbers are read of no tensor."""
+    """Label operators that read only a shape."""
     out = axes(call.out)
     return Dims({"self": out}, [out], exact=True)
 
 
 def moved(call: Call) -> Dims:
-    """Dimensions change places, come or go."""
+    """Label operators that permute, insert or remove dimensions."""
     self, values = call.tensors["self"], call.values
     labels, rank = list(axes(self)), len(self)
     out = labels[:]
@@ -63,7 +65,7 @@ def moved(call: Call) -> Dims:
     elif call.name == "unsqueeze.default":
         out.insert(values["dim"] % (rank + 1), None)
     elif call.name.startswith("squeeze."):
-        gone = chosen(values["dim"], self)
+        gone = dims_of(values["dim"], self)
         labels = [None if d in gone else d for d in labels]  # a part may have size 1 there
         out = [labels[d] for d in range(rank) if d not in gone or self[d] != 1]
     elif rank > 1:
@@ -73,7 +75,7 @@ def moved(call: Call) -> Dims:
 
 
 def expanded(call: Call) -> Dims:
-    """A tensor becomes larger in some dimensions, which are no rows, or has more of them."""
+    """Label operators that enlarge dimensions, which are no rows then, or add some."""
     self, out = call.tensors["self"], call.out
     new = len(out) - len(self)
     keeps = [i >= new and self[i - new] == size for i, size in enumerate(out)]
@@ -84,54 +86,57 @@ def expanded(call: Call) -> Dims:
 
 
 def along(call: Call) -> Dims:
-    """Something is done along one dimension or some, and all stay."""
+    """Label operators that work along some dimensions and keep all of them."""
     named = "dims" if "dims" in call.values else "dim"
     self = next(iter(call.tensors.values()))
-    labels = axes(self, but=chosen(call.values[named], self))
+    labels = axes(self, without=dims_of(call.values[named], self))
     outputs = [labels] * len(call.returns)
     exact = call.on_cpu or call.name.startswith(("split", "flip"))
     return Dims(dict.fromkeys(call.tensors, labels), outputs, exact=exact)
 
 
 def gated(call: Call) -> Dims:
-    """One half of a dimension times a function of the other."""
+    """Label products of one half of a dimension and a function of the other half."""
     dims = along(call)
     return Dims(dims.inputs, dims.outputs)
 
 
 def banded(call: Call) -> Dims:
-    """Each matrix by itself, some of its places made 0."""
-    labels = axes(call.out, but={len(call.out) - 1, len(call.out) - 2})
+    """Label operators that set some elements of each matrix to 0."""
+    labels = axes(call.out, without={len(call.out) - 1, len(call.out) - 2})
     return Dims({"self": labels}, [labels], exact=True)
 
 
 def normalized(call: Call) -> Dims:
-    """Softmax and its logarithm, and their gradients."""
+    """Label softmax, its logarithm, and their gradients."""
     dims, rank = along(call), len(call.out)
-    # Elsewhere vectors hold several rows, and what does not fill one goes by another formula.
+    # Along other dimensions a vector holds several rows, and incomplete vectors are computed by
+    # another formula.
     is_last = call.values["dim"] % max(rank, 1) == rank - 1
     return Dims(dims.inputs, dims.outputs, exact=call.on_cpu and is_last)
 
 
 def is_all(call: Call) -> bool:
-    """Whether a slice, read or written, is all that is there."""
+    """Return whether a slice, read or written, covers the whole tensor."""
     dim = call.values["dim"]
     sizes = [shape[dim] == call.out[dim] for shape in call.tensors.values()]
     return all(sizes) and not call.values["start"] and call.values["step"] == 1
 
 
 def sliced(call: Call) -> Dims:
-    """A slice of one dimension is read, or written."""
-    labels = axes(call.out, but=set() if is_all(call) else chosen(call.values["dim"], call.out))
+    """Label operators that read or write a slice of one dimension."""
+    labels = axes(
+        call.out, without=set() if is_all(call) else dims_of(call.values["dim"], call.out)
+    )
     return Dims(dict.fromkeys(call.tensors, labels), [labels], exact=True)
 
 
 def picked(call: Call) -> Dims:
-    """One place of a dimension is read, or each of them; or one is written."""
+    """Label operators that read one index of a dimension, or each of them, or write one."""
     writes = call.name != "unbind.int" and not call.name.startswith("select.")
     large = call.out if writes else call.tensors["self"]
     dim = call.values["dim"] % len(large)
-    labels = axes(large, but={dim})
+    labels = axes(large, without={dim})
     small = labels[:dim] + labels[dim + 1 :]
     if writes:
         return Dims({"self": labels, "src": small, "grad_output": small}, [labels], exact=True)
@@ -139,35 +144,38 @@ def picked(call: Call) -> Dims:
 
 
 def joined(call: Call) -> Dims:
-    """Tensors become one, along a dimension that they have or a new one."""
+    """Label operators that join tensors, along one of their dimensions or a new one."""
     dim = call.values["dim"] % len(call.out)
-    labels = axes(call.out, but={dim})
-    own = labels[:dim] + labels[dim + 1 :] if call.name == "stack.default" else labels
-    return Dims({"tensors": [own] * len(call.values["tensors"])}, [labels], exact=True)
+    labels = axes(call.out, without={dim})
+    inner = labels[:dim] + labels[dim + 1 :] if call.name == "stack.default" else labels
+    return Dims({"tensors": [inner] * len(call.values["tensors"])}, [labels], exact=True)
 
 
 def padded(call: Call) -> Dims:
-    """Dimensions from the last on become larger at their ends."""
+    """Label operators that pad the last dimensions at their ends."""
     last = len(call.out) - 1
-    labels = axes(call.out, but={last - i // 2 for i, n in enumerate(call.values["pad"]) if n != 0})
+    labels = axes(
+        call.out, without={last - i // 2 for i, n in enumerate(call.values["pad"]) if n != 0}
+    )
     return Dims({"self": labels}, [labels], exact=True)
 
 
 def indexed(call: Call) -> Dims:
-    """Places of one dimension are read, or written, as another tensor says."""
+    """Label operators that read or write indices of one dimension, as another tensor says."""
     every = [*call.tensors.values(), call.out]
-    # No label where sizes differ: an index need not reach to the end, and none is broadcast.
+    # Dimensions of different sizes get no label: an index need not cover all of them, and is not
+    # broadcast.
     differ = {i for i, sizes in enumerate(zip(*every, strict=True)) if len({*sizes}) > 1}
-    labels = axes(call.out, but=chosen(call.values["dim"], call.out) | differ)
+    labels = axes(call.out, without=dims_of(call.values["dim"], call.out) | differ)
     adds = call.name == "scatter_add.default" and not call.on_cpu
     return Dims(dict.fromkeys(call.tensors, labels), [labels], exact=not adds)
 
 
 def selected(call: Call) -> Dims:
-    """Places of one dimension are read, for all others alike."""
+    """Label operators that read indices of one dimension, the same for all others."""
     self, index = call.tensors["self"], call.tensors["index"]
     dim = call.values["dim"] % max(len(self), 1)
-    labels = axes(self, but={dim})
+    labels = axes(self, without={dim})
     places = ("index",) * len(index)
     out = (*labels[:dim], *(places or (None,)), *labels[dim + 1 :]) if self else ()
     return Dims({"self": labels, "index": places}, [out], exact=True)
@@ -177,22 +185,22 @@ ORDERLESS = ("max", "min", "argmax", "argmin", "any", "all")
 
 
 def reduced(call: Call) -> Dims:
-    """Some dimensions become one number; parts of a sum add up."""
+    """Label reductions of some dimensions; a sum is the sum of the sums of its parts."""
     self = call.tensors["self"]
-    gone = chosen(call.values.get("dim"), self)
-    out = axes(self, but=gone)
+    gone = dims_of(call.values.get("dim"), self)
+    out = axes(self, without=gone)
     if not call.values.get("keepdim"):
         out = tuple(label for i, label in enumerate(out) if i not in gone)
-    # How many numbers come of it decides in which order a kernel, or its threads, add up each, and
-    # which zero an amax returns of zeros of both signs.
+    # The number of results determines in which order a kernel, or its threads, add up, and which
+    # zero an amax returns if there are zeros of both signs.
     exact = call.name.split(".")[0] in ORDERLESS or not call.has_floats
     if call.name.startswith("sum."):
         return Dims({"self": axes(self)}, [out], frozenset(gone), exact)
-    return Dims({"self": axes(self, but=gone)}, [out] * len(call.returns), exact=exact)
+    return Dims({"self": axes(self, without=gone)}, [out] * len(call.returns), exact=exact)
 
 
 def product(*terms: str) -> Rule:
-    """A product of tensors, maybe added to another, with one letter for each dimension."""
+    """Return the rule of a product, to which a tensor may be added; each letter is a dimension."""
     *letters, out = terms
     inner = {*"".join(letters)} - {*out}
 
@@ -200,19 +208,19 @@ def product(*terms: str) -> Rule:
         has_bias = len(call.values) > 2
         bias, factors = list(call.values)[: int(has_bias)], list(call.values)[int(has_bias) :]
         inputs: dict[str, Labels] = {}
-        for name, own in zip(factors, letters, strict=False):
-            # Each part would add the bias.
-            inputs[name] = tuple(None if has_bias and n in inner else n for n in own)
-        inputs |= {name: beside(call.tensors[name], tuple(out)) for name in bias}
+        for name, dims in zip(factors, letters, strict=False):
+            # Otherwise each part would add the bias.
+            inputs[name] = tuple(None if has_bias and n in inner else n for n in dims)
+        inputs |= {name: broadcast_labels(call.tensors[name], tuple(out)) for name in bias}
         return Dims(inputs, [tuple(out)], inner)
 
     return rule
 
 
 def normed(call: Call) -> Dims:
-    """Norms over the last dimensions, and their gradients."""
+    """Label norms over the last dimensions, and their gradients."""
     self, inner = call.tensors["input"], len(call.values["normalized_shape"])
-    labels = axes(self, but={*range(len(self) - inner, len(self))})
+    labels = axes(self, without={*range(len(self) - inner, len(self))})
     inputs = dict.fromkeys(("input", "grad_out", "mean", "rstd"), labels)
     exact = call.on_cpu and call.name == "native_layer_norm.default"
     outputs = [labels] * len(call.returns)
@@ -229,11 +237,11 @@ BY_QUERY = (
     "_scaled_dot_product_flash_attention_for_cpu_backward.default",
     "_scaled_dot_product_flash_attention.default",
 )
-"""Others return a statistic of as many numbers as there are queries, rounded up, or read a size."""
+"""Others return a statistic whose size is the number of queries, rounded up, or read a size."""
 
 
 def attention(call: Call) -> Dims | None:
-    """Each head of each item by itself, and each query if all of them see all keys."""
+    """Label attention: by head of each item, and by query if each query attends to all keys."""
     values = call.values
     has_unknown = values.get("return_debug_mask") or (values.get("grad_input_mask") or [False])[-1]
     if values["dropout_p"] or has_unknown:
@@ -243,18 +251,18 @@ def attention(call: Call) -> Dims | None:
     heads_only: Labels = ("b", "h", None, None)
     inputs = dict.fromkeys(("query", "out", "grad_out", "grad_out_"), query)
     inputs |= dict.fromkeys(("key", "value"), heads_only)
-    inputs |= {n: beside(call.tensors.get(n), query) for n in ("attn_mask", "attn_bias")}
+    inputs |= {n: broadcast_labels(call.tensors.get(n), query) for n in ("attn_mask", "attn_bias")}
     inputs["logsumexp"] = query[: len(call.tensors.get("logsumexp", ()))]
     if call.is_backward:
         gradients: list[Labels] = [query, heads_only, heads_only, ()]
         return Dims(inputs, gradients[: len(call.returns)], frozenset("q"))
-    # What is drawn with is of no use, without dropout.
+    # Without dropout, nobody reads the state of the random generator.
     draws = [None] * len(call.returns[2:])
     return Dims(inputs, [query, query[: len(call.returns[1] or ())], *draws])
 
 
 def batched(call: Call) -> Dims:
-    """Each item of a batch by itself; gradients of weights add up."""
+    """Label operators on items of a batch; gradients of weights are summed up."""
     inputs = {n: ("n", *whole(s)[1:]) for n, s in call.tensors.items() if n in BATCHED}
     outputs: list[Labels] = [("n", *whole(s)[1:]) for s in call.returns]
     if call.is_backward:
@@ -263,22 +271,22 @@ def batched(call: Call) -> Dims:
 
 
 def imaged(call: Call) -> Dims:
-    """Each image by itself: pools and samplings of the last dimensions."""
+    """Label operators on images: pools and samplings of the last dimensions."""
     inner = 2
-    labels = axes(call.out, but={*range(len(call.out) - inner, len(call.out))})
+    labels = axes(call.out, without={*range(len(call.out) - inner, len(call.out))})
     exact = call.on_cpu and "_bi" not in call.name
     return Dims(dict.fromkeys(call.tensors, labels), [labels] * len(call.returns), exact=exact)
 
 
 def embedding(call: Call) -> Dims:
-    """Rows of a table as indices say, and the gradient of the table."""
+    """Label operators that read rows of a table as indices say, and the gradient of the table."""
     places = axes(call.tensors["indices"])
     if not call.is_backward:
         inputs: dict[str, Labels] = {"weight": (None, "c"), "indices": places}
         return Dims(inputs, [(*places, "c")], exact=True)
     summed = frozenset(places)
     if call.values["scale_grad_by_freq"]:
-        places = (None,) * len(places)  # how often an index occurs takes all of them
+        places = (None,) * len(places)  # counting an index takes all of them
     inputs = {"grad_output": (*places, "c"), "indices": places}
     return Dims(inputs, [(None, "c")], summed, exact=call.on_cpu)
 
@@ -287,7 +295,7 @@ NONE, MEAN, _ = range(3)
 
 
 def loss(call: Call) -> Dims | None:
-    """The negative log likelihood of classes, which are the second dimension, and its gradient."""
+    """Label the negative log likelihood of classes, which are the second dimension."""
     self, reduction = call.tensors["self"], call.values["reduction"]
     if len(self) < 2 or (reduction == MEAN and not call.is_backward):
         return None
@@ -296,18 +304,18 @@ def loss(call: Call) -> Dims | None:
     if call.is_backward:
         each = places if reduction == NONE else ()
         return Dims(inputs | {"grad_output": each}, [inputs["self"]], exact=True)
-    if reduction == NONE:  # and no weight of all is computed
+    if reduction == NONE:  # the total weight is not computed
         return Dims(inputs, [places, None], exact=True)
     return Dims(inputs, [(), ()], frozenset(places))
 
 
 def distance(call: Call) -> Dims | None:
-    """A loss of each element, and its gradient; a mean takes their number."""
+    """Label losses of each element, and their gradients; a mean reads the number of elements."""
     shape, reduction = call.tensors["self"], call.values["reduction"]
     if reduction == MEAN or call.tensors["target"] != shape:
         return None
     labels = axes(shape)
-    inputs = {name: beside(own, labels) for name, own in call.tensors.items()}
+    inputs = {name: broadcast_labels(shape, labels) for name, shape in call.tensors.items()}
     outputs = [labels if call.is_backward or reduction == NONE else ()]
     return Dims(inputs, outputs, frozenset(labels))
 
@@ -359,12 +367,12 @@ FAMILIES: Mapping[Rule, str] = {
 
 
 def overload(name: str) -> str:
-    """The name of an overload, where that of the operator may stand for its default."""
+    """Return the name of an overload; the name of an operator alone stands for its default."""
     return name if "." in name else f"{name}.default"
 
 
 def overloads(names: str | Sequence[str]) -> list[str]:
-    """Names of overloads of ``names``, with blanks between them or one by one."""
+    """Return names of overloads, given names in a list or separated by blanks."""
     return [overload(name) for name in (names.split() if isinstance(names, str) else names)]
 
 
@@ -375,4 +383,4 @@ RULES: Mapping[str, Rule] = {
 EXACT = frozenset(overloads(EVEN))
 
 BY_INDEX = frozenset((indexed, selected, imaged, attention, embedding, loss))
-"""Whose operators may read integers as indices, or as a seed."""
+"""Rules of operators that may read integers as indices, or as a seed."""

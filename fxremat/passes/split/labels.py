@@ -1,7 +1,7 @@
-"""Which dimensions of an operation's tensors run together.
+"""Dimensions of an operation's tensors that run together.
 
-Each dimension has a label: dimensions with one label run together. Dimensions of size 1 have no
-part in this: a tensor that is broadcast along a label lacks it.
+Each dimension has a label; dimensions with the same label run together. Dimensions of size 1 are
+ignored: a tensor that is broadcast along a label does not have it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxremat.passes.joint.sizes import layouts_of
 Shape = tuple[int, ...]
 
 Labels = tuple[Hashable, ...]
-"""Of each dimension of a tensor; ``None``: an operation is not taken apart along it."""
+"""The label of each dimension of a tensor; ``None`` if an operation cannot be split along it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class Call:
     """An operation with its arguments.
 
     Attributes:
-        name: of the overload, such as ``mm.default``.
-        values: arguments by name, defaults included.
+        name: name of the overload, such as ``mm.default``.
+        values: arguments by name, including defaults.
         tensors: shapes of the arguments that are tensors, by name.
-        returns: shape of each value that it returns; ``None`` where that is no tensor.
+        returns: shape of each value that it returns; ``None`` for values that are no tensors.
         has_floats: whether it reads or returns floating-point numbers.
-        on_cpu: whether it runs there.
+        on_cpu: whether it runs on a CPU.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Call:
 
     @property
     def out(self) -> Shape:
-        """Shape of the first value."""
+        """Shape of the first result."""
         return self.returns[0] or ()
 
     def of(self, name: str) -> torch.Tensor:
-        """The tensor, without data, of an argument by name."""
+        """Return the tensor, without data, of an argument by name."""
         tensor: torch.Tensor = self.values[name].meta["val"]
         return tensor
 
@@ -63,13 +63,13 @@ class Dims:
     """Labels of an operation's tensors.
 
     Attributes:
-        inputs: by name of the argument, a list where it is a list of tensors. A tensor that is not
-            named is read whole.
-        outputs: of each value that it returns; ``None``: nobody reads numbers in it.
-        summed: labels along which a value that lacks them adds up.
+        inputs: labels by the name of the argument; a list for a list of tensors. A tensor that is
+            not in it is read whole.
+        outputs: labels of each value that it returns; ``None`` if nobody reads the numbers in it.
+        summed: labels along which the parts of a value that lacks them are summed up.
         exact: whether rows keep their bits.
-        leading: whether rows begin with the first label: a kernel takes it that what it reads lies
-            densely, as only such parts do.
+        leading: whether rows must begin with the first label, because a kernel assumes that its
+            inputs are dense, and only such parts are.
     """
 
     inputs: Mapping[str, Labels | list[Labels]]
@@ -80,24 +80,24 @@ class Dims:
 
 
 def shape_of(node: fx.Node) -> Shape:
-    """The shape of the tensor that ``node`` returns."""
+    """Return the shape of the tensor that ``node`` returns."""
     return layouts_of(node)[0].shape
 
 
 def name_of(node: fx.Node) -> str:
-    """Of an operator of aten, without its namespace."""
+    """Return the name of an operator of aten without its namespace."""
     return str(node.target).removeprefix("aten.")
 
 
 def call_of(node: fx.Node) -> Call | None:
-    """``node`` with its arguments, if it is an operator of aten on ordinary tensors."""
+    """Return ``node`` with its arguments if it is an operator of aten on ordinary tensors."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
     if target._schema.is_mutable or not all(map(is_tensor, node.all_input_nodes)):
         return None
     tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
-    devices = {t.device.type for t in tensors if t.dim()} - {"meta"}  # seeds of attention are there
+    devices = {t.device.type for t in tensors if t.dim()} - {"meta"}  # attention has seeds on meta
     is_plain = all(t.layout is torch.strided and not t.is_complex() for t in tensors)
     if len(devices) > 1 or not is_plain:
         return None
@@ -115,25 +115,25 @@ def call_of(node: fx.Node) -> Call | None:
 
 
 def whole(shape: Shape | None) -> Labels:
-    """Labels of a tensor that is not taken apart."""
+    """Return the labels of a tensor that is not split."""
     return (None,) * len(shape or ())
 
 
-def axes(shape: Shape | None, *, but: Set[int] = frozenset()) -> Labels:
-    """Labels of a tensor: its dimensions by number, ``but`` some."""
-    return tuple(None if i in but else i for i in range(len(shape or ())))
+def axes(shape: Shape | None, *, without: Set[int] = frozenset()) -> Labels:
+    """Label each dimension of a tensor by its index, ``without`` some."""
+    return tuple(None if i in without else i for i in range(len(shape or ())))
 
 
-def beside(shape: Shape | None, labels: Labels) -> Labels:
-    """Labels of a tensor that is broadcast to one with ``labels``."""
+def broadcast_labels(shape: Shape | None, labels: Labels) -> Labels:
+    """Return the labels of a tensor that is broadcast to one with ``labels``."""
     return labels[len(labels) - len(shape or ()) :]
 
 
-def chosen(dims: Any, shape: Shape) -> set[int]:
-    """Dimensions that an argument names: one, or several; ``None`` or none: all."""
+def dims_of(dims: Any, shape: Shape) -> set[int]:
+    """Return the dimensions that an argument names: one, or several; ``None`` or none mean all."""
     given = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))
     return {dim % max(len(shape), 1) for dim in given}
 
 
 Rule = Callable[[Call], Dims | None]
-"""Labels of an operation's tensors; ``None``: it is not taken apart."""
+"""Returns the labels of an operation's tensors; ``None`` if it cannot be split."""

@@ -1,4 +1,4 @@
-"""Losses of many rows: each row by itself, and its gradient as soon as the row is there."""
+"""Losses of many rows: compute them row by row, with their gradients right after them."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ aten = torch.ops.aten
 _LOSS = aten.nll_loss_forward.default
 
 NONE = 0
-"""Of the reductions that a loss has: a number for each row."""
+"""The reduction of a loss that returns a number for each row."""
 
 IGNORED = -100
 """The class of rows that do not count."""
 
 
 def has_losses(joint: JointGraph) -> bool:
-    """Whether the step has a loss over classes."""
+    """Return whether the step has a loss over classes."""
     return bool(joint.module.graph.find_nodes(op="call_function", target=_LOSS))
 
 
 def by_rows(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with the likelihood of each row's own class as a value in place of all classes'.
+    """Return the graph that computes the likelihood of each row's own class before their mean.
 
-    Their mean is made of a matrix of one column then, by the same operation, which adds up the same
-    numbers in the same order: no bit changes. A loss with weights of its classes, or of images,
-    stays as it is.
+    The same operation then computes the mean of a matrix with one column. It adds up the same
+    numbers in the same order, so no bit changes. Losses with weights of classes, and losses of
+    images, stay as they are.
     """
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -51,13 +51,13 @@ def by_rows(module: fx.GraphModule) -> fx.GraphModule:
             each = _call(graph, node, mode, node.target, scores, target, None, NONE, ignored)
             (_, total) = each.meta["val"]
             (rows,) = layouts_of(target)[0].shape
-            own = _call(graph, node, mode, operator.getitem, each, 0, rows=rows)
-            negated = _call(graph, node, mode, aten.neg.default, own, rows=rows)
+            picked = _call(graph, node, mode, operator.getitem, each, 0, rows=rows)
+            negated = _call(graph, node, mode, aten.neg.default, picked, rows=rows)
             column = _call(graph, node, mode, aten.unsqueeze.default, negated, 1)
             out = _call(graph, node, mode, aten.eq.Scalar, target, ignored, rows=rows)
             classes = _call(graph, node, mode, aten.mul.Tensor, out, IGNORED, rows=rows)
-        _lay(column, (rows, 1))
-        _lay(each, (rows,), total.shape)
+        _set_layouts(column, (rows, 1))
+        _set_layouts(each, (rows,), total.shape)
         node.args = (column, classes, None, reduction, IGNORED)
     return torch_compat.graph_module(module, graph)
 
@@ -70,27 +70,27 @@ LINEAR: Mapping[object, int] = {
     aten.transpose.int: 0, aten.permute.default: 0, aten.unsqueeze.default: 0,
     aten.squeeze.dim: 0, aten.squeeze.dims: 0, aten.slice.Tensor: 0, aten.slice_backward.default: 0,
 }  # fmt: skip
-"""Operators, and the argument of which their results are multiples; of a product it is either."""
+"""Operators with the argument that results are multiples of; for a product it is either one."""
 
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 
 
-def gradients_beside(
+def gradients_with_losses(
     joint: JointGraph, most_bytes: int, expected: dict[str, Expected] | None
 ) -> fx.GraphModule:
-    """The graph with large gradients of losses computed in the forward.
+    """Return the graph that computes large gradients of losses in the forward.
 
-    Neither they nor what they are computed from need be computed in the backward then, once more:
-    what is smaller is kept. With ``expected`` gradients of the step's results it is what
-    :class:`~fxremat.passes.split.beside.Beside` gives, with the bits that it has as traced. Without
-    it is computed for a loss's gradient of 1, and multiplied in the backward by the real one, which
-    rounds it once more; ``float16`` has no room for gradients of a loss that is not scaled: such a
-    loss stays as it is.
+    The backward then need not compute them, and what they are computed from, again; what is smaller
+    is kept. With ``expected`` gradients of the step's results,
+    :class:`~fxremat.passes.split.beside.Beside` returns them with their traced bits. Otherwise they
+    are computed for a loss's gradient of 1, and multiplied in the backward by the real one, which
+    rounds once more. Losses in ``float16``, whose range is too small for gradients of an unscaled
+    loss, stay as they are.
 
     Args:
         joint: the step, its losses :func:`by_rows`; it is not changed.
-        most_bytes: gradients of losses that take more are computed so.
-        expected: by the gradient's name, of all forms of the step; further ones are added.
+        most_bytes: gradients of losses that take more are computed in the forward.
+        expected: expected gradients by name, of all forms of the step; new ones are added.
     """
     copied: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
@@ -104,7 +104,8 @@ def gradients_beside(
         is_large = layout.storage_bytes > most_bytes and len(layout.shape) == 2
         if not is_large or gradient not in late or weight is not None or reduction == NONE:
             continue
-        chain = [] if expected is None else sorted(n for n in _needed([gradient]) if n in late)
+        ancestors = () if expected is None else _with_ancestors([gradient])
+        chain = sorted(n for n in ancestors if n in late)
         multiples = _multiples(node)
         small = any(n.meta["val"].dtype is torch.float16 for n in multiples)
         if (
@@ -114,10 +115,10 @@ def gradients_beside(
         ):
             continue
         with graph.inserting_before(node):
-            one, roots = _foreseen(graph, node, mode, gradient, chain, expected)
-            counted = _counted(graph, node, mode, total.args[0])
+            one, roots = _expected_gradient(graph, node, mode, gradient, chain, expected)
+            counted = _row_count(graph, node, mode, total.args[0])
         node.args = (one, *given[1:-1], counted)
-        for early in _needed(multiples):
+        for early in _with_ancestors(multiples):
             early.meta["partitioner_tag"] = "is_forward"
         for early in multiples:
             later = [user for user in early.users if user not in multiples]
@@ -129,25 +130,25 @@ def gradients_beside(
                         gradients = (gradient, one, *roots, *roots.values())
                         scaled = _call(graph, early, mode, beside, early, *gradients)
                 scaled.meta["partitioner_tag"] = "is_backward"
-                _lay(scaled, layouts_of(early)[0].shape)
+                _set_layouts(scaled, layouts_of(early)[0].shape)
                 for user in later:
                     user.replace_input_with(early, scaled)
     return torch_compat.graph_module(joint.module, graph)
 
 
 def largest_gradient_bytes(joint: JointGraph) -> int:
-    """Of the largest gradient of a loss over classes, that of its scores; 0: there is none."""
-    found = (n for n in joint.backward if n.target is aten.nll_loss_backward.default)
-    return max((layouts_of(n)[0].storage_bytes for n in found), default=0)
+    """Return the size of the largest gradient of a loss over classes, or 0 if there is none."""
+    gradients = (n for n in joint.backward if n.target is aten.nll_loss_backward.default)
+    return max((layouts_of(n)[0].storage_bytes for n in gradients), default=0)
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether it is computed, without chance, as one number, or given as one."""
+    """Return whether ``node`` is a single number, and not drawn at random."""
     is_one = is_tensor(node) and math.prod(map(int, layouts_of(node)[0].shape)) == 1
     return is_one and not torch_compat.draws_random_numbers(node)
 
 
-def _foreseen(
+def _expected_gradient(
     graph: fx.Graph,
     loss: fx.Node,
     mode: Any,
@@ -155,8 +156,10 @@ def _foreseen(
     chain: Sequence[fx.Node],
     expected: dict[str, Expected] | None,
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """What the gradient of ``loss`` is, as ``chain`` computes it, if gradients of the step's
-    results are as expected, and these, by real ones; 1 where none are expected.
+    """Return the expected gradient of ``loss``, as ``chain`` computes it.
+
+    Also return the expected gradients of the step's results, by the real ones. Without ``expected``
+    all of them are 1.
     """
     values: dict[fx.Node, fx.Node] = {}
     roots: dict[fx.Node, fx.Node] = {}
@@ -169,8 +172,8 @@ def _foreseen(
             if expected is None:
                 values[node] = _call(graph, loss, mode, full, shape, 1.0, **like)
             else:
-                own = expected.setdefault(node.name, Expected(f"expected_{node.name}"))
-                values[node] = roots[node] = _call(graph, loss, mode, own, shape, *like.values())
+                root = expected.setdefault(node.name, Expected(f"expected_{node.name}"))
+                values[node] = roots[node] = _call(graph, loss, mode, root, shape, *like.values())
         return values.get(node, node)
 
     for node in chain:
@@ -180,8 +183,8 @@ def _foreseen(
     return of(gradient), roots
 
 
-def _counted(graph: fx.Graph, loss: fx.Node, mode: Any, mean: fx.Node) -> fx.Node:
-    """How many rows count, as ``mean`` counts them: it is of one column, see :func:`by_rows`."""
+def _row_count(graph: fx.Graph, loss: fx.Node, mode: Any, mean: fx.Node) -> fx.Node:
+    """Return the number of rows that count, as ``mean`` has it, which is :func:`by_rows`."""
     given: Any = mean.args
     column, classes, *others = given
     (rows,) = layouts_of(classes)[0].shape
@@ -189,48 +192,49 @@ def _counted(graph: fx.Graph, loss: fx.Node, mode: Any, mean: fx.Node) -> fx.Nod
     zeros = _call(graph, loss, mode, aten.zeros_like.default, classes, dtype=dtype)
     other = _call(graph, loss, mode, aten.unsqueeze.default, zeros, 1)
     counted = _call(graph, loss, mode, mean.target, other, classes, *others)
-    _lay(zeros, (rows,))
-    _lay(other, (rows, 1))
+    _set_layouts(zeros, (rows,))
+    _set_layouts(other, (rows, 1))
     return _call(graph, loss, mode, operator.getitem, counted, 1)
 
 
-def _needed(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Nodes, and all that they are computed from."""
-    found: dict[fx.Node, None] = {}
+def _with_ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """Return ``nodes`` and all operations that they are computed from."""
+    ancestors: dict[fx.Node, None] = {}
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node.op == "call_function" and node not in found:
-            found[node] = None
+        if node.op == "call_function" and node not in ancestors:
+            ancestors[node] = None
             waiting.extend(node.all_input_nodes)
-    return found
+    return ancestors
 
 
 def _multiples(loss: fx.Node) -> dict[fx.Node, None]:
-    """A loss's gradient, and its multiples, through those that are as large; none where something
-    else reads such a one.
+    """Return the gradient of a loss and its multiples, reached through others that are as large.
+
+    The result is empty if another kind of operation reads one of them.
     """
 
     def size(node: fx.Node) -> int:
         return int(product(layouts_of(node)[0].shape))
 
-    found = {loss: None}
+    multiples = {loss: None}
     node = loss.next
     while node.op != "root":
-        read = [n for n in node.all_input_nodes if n in found and 2 * size(n) > size(loss)]
+        read = [n for n in node.all_input_nodes if n in multiples and 2 * size(n) > size(loss)]
         if read:
             place = LINEAR.get(node.target)
             is_multiple = node.op == "call_function" and (
                 node.target in PRODUCTS or (place is not None and node.args[place] is read[0])
             )
-            others = len(found.keys() & {*node.all_input_nodes}) > 1
+            others = len(multiples.keys() & {*node.all_input_nodes}) > 1
             if not is_multiple or others:
                 return {}
             if 2 * size(node) <= size(loss) and not node.meta["val"].is_contiguous():
-                return {}  # what it is multiplied to would lie otherwise
-            found[node] = None
+                return {}  # scaling it would change its layout
+            multiples[node] = None
         node = node.next
-    return found
+    return multiples
 
 
 def _call(
@@ -242,7 +246,7 @@ def _call(
     rows: int | None = None,
     **kwargs: Any,
 ) -> fx.Node:
-    """A call for ``loss``, which returns a vector of ``rows`` where that is given."""
+    """Add a call for ``loss``, which returns a vector of ``rows`` if these are given."""
     made = graph.call_function(target, args, kwargs)
     made.meta = {k: v for k, v in loss.meta.items() if k not in ("val", LAYOUTS, "tensor_meta")}
     if is_getitem(made):
@@ -250,12 +254,12 @@ def _call(
     else:
         made.meta["val"] = fake_result((target, args, kwargs), mode)
     if rows is not None:
-        _lay(made, (rows,))
+        _set_layouts(made, (rows,))
     return made
 
 
-def _lay(node: fx.Node, *shapes: tuple[int, ...]) -> None:
-    """Let the tensors that a node returns, of these shapes, be dense."""
+def _set_layouts(node: fx.Node, *shapes: tuple[int, ...]) -> None:
+    """Note that a node returns dense tensors of these shapes."""
     node.meta[LAYOUTS] = tuple(
         Layout(
             tuple(shape),

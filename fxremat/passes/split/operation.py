@@ -37,8 +37,15 @@ from fxremat.passes.split.runs import Large, is_sum_of_products, results_of
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
-    """A run, what a part of it holds, its rows, and its bytes."""
+class SizedRun:
+    """A run with the size of its parts.
+
+    Attributes:
+        run: the run.
+        memory: what a part of it holds.
+        part_rows: rows of a part.
+        part_bytes: bytes that a part holds.
+    """
 
     run: Run
     memory: Memory
@@ -46,14 +53,14 @@ class Sized:
     part_bytes: int
 
     @classmethod
-    def of(cls, run: Run, joint: JointGraph, large: Large, *, exact: bool) -> Sized:
-        """A run with parts as large as ``large`` allows."""
+    def of(cls, run: Run, joint: JointGraph, large: Large, *, exact: bool) -> SizedRun:
+        """Return a run with parts as large as ``large`` allows."""
         memory, most_bytes = Memory(run, joint), large.part_bytes(run, joint.storages)
         return cls(run, memory, *memory.part(most_bytes, exact=exact))
 
 
-def one_operation(
-    own: Sized,
+def as_operation(
+    sized: SizedRun,
     sources: Sequence[fx.Node],
     joint: JointGraph,
     *,
@@ -61,24 +68,26 @@ def one_operation(
     dense: Set[fx.Node] = frozenset(),
     marked: fx.Node | None = None,
 ) -> Parts:
-    """A run as one operation, which takes ``sources``.
+    """Return a run as one operation, which takes ``sources``.
 
     Args:
-        own: the run.
-        sources: in this order.
+        sized: the run.
+        sources: its inputs, in this order.
         joint: the step.
-        exact: its results must have the bits of the operations at once.
-        dense: parts of these sources are made dense.
-        marked: an operation that reads numbers in place of tensors; it takes these as well.
+        exact: whether its results must have the bits of the operations at once.
+        dense: sources whose parts are made dense.
+        marked: an operation that reads numbers in place of tensors, which are additional inputs.
     """
-    run = own.run
-    inside = own.memory.inside
-    graph, outputs = _one_part(own, sources, dense, marked)
-    at_once = _at_once(own, sources, marked)
+    run = sized.run
+    inside = sized.memory.inside
+    graph, outputs = _one_part(sized, sources, dense, marked)
+    at_once = _at_once(sized, sources, marked)
     lines = [*_lines(graph), *_lines(at_once)]
     ways = [run.rows_of[n] for n in sources]
-    ways += [None] * len(_tensors(marked))
-    text = "\n".join([*lines, repr((ways, outputs, run.rows, own.part_rows, exact, joint.device))])
+    ways += [None] * len(_tensor_inputs(marked))
+    text = "\n".join(
+        [*lines, repr((ways, outputs, run.rows, sized.part_rows, exact, joint.device))]
+    )
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     first = [*dict.fromkeys(str(n.target).split(".")[1] for n in inside)][:3]
     name = "_".join(["parts", *first, digest])
@@ -88,38 +97,38 @@ def one_operation(
         ways,
         outputs,
         run.rows,
-        own.part_rows,
-        _names(run, inside),
+        sized.part_rows,
+        _size_names(run, inside),
         joint.device,
         exact=exact,
         certain=all(way.same_bits for way in run.ways.values()),
-        part_bytes=own.part_bytes,
+        part_bytes=sized.part_bytes,
         whole=[node for node in inside if not joint.storages.is_view(node)],
         at_once=at_once,
         witnesses=lambda: (
-            _witness(n, own, sources, joint) for n in inside if exact and _is_uneven(n, run)
+            _witness(n, sized, sources, joint) for n in inside if exact and _is_uneven(n, run)
         ),
         integers=_integers(inside, sources),
-        made=[*_made(run, inside, joint)],
+        made=[*_allocations(run, inside, joint)],
     )
 
 
-def _made(run: Run, inside: Sequence[fx.Node], joint: JointGraph) -> Iterator[Made]:
-    """What operations allocate as they were traced."""
+def _allocations(run: Run, inside: Sequence[fx.Node], joint: JointGraph) -> Iterator[Made]:
+    """Yield the tensors that the traced operations allocate."""
     table = joint.storages
     last = {s: i for i, n in enumerate(inside) for s in table.of(n.all_input_nodes)}
     last |= dict.fromkeys(table.of(value for _, value, _ in results_of_run(run)), len(inside))
-    seen = set(table.of(run.sources))
+    allocated = set(table.of(run.sources))
     for i, node in enumerate(inside):
         for value in results_of(node):
-            new = table.of([value]) - seen
-            seen |= new
-            for own in new:
-                yield Made(layouts_of(value)[0], i, last.get(own, i))
+            new = table.of([value]) - allocated
+            allocated |= new
+            for storage in new:
+                yield Made(layouts_of(value)[0], i, last.get(storage, i))
 
 
 def _integers(inside: Sequence[fx.Node], sources: Sequence[fx.Node]) -> Integers:
-    """How operations read the integers that they take, be it through others."""
+    """Return how operations read integer inputs, directly or through other operations."""
     held = {n: {i} for i, n in enumerate(sources) if is_integer(n.meta["val"])}
     indices: set[int] = set()
     values: set[int] = set()
@@ -137,48 +146,48 @@ def _integers(inside: Sequence[fx.Node], sources: Sequence[fx.Node]) -> Integers
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:
-    """What a graph computes, whatever its nodes are named."""
+    """Yield what a graph computes, whatever its nodes are named."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         arguments = written((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
         yield f"{target_name(node.target)} {arguments}"
 
 
-def _tensors(node: fx.Node | None) -> list[fx.Node]:
-    """Tensors that an operation reads."""
+def _tensor_inputs(node: fx.Node | None) -> list[fx.Node]:
     return [n for n in node.all_input_nodes if is_tensor(n)] if node is not None else []
 
 
 def _is_uneven(node: fx.Node, run: Run) -> bool:
-    """Whether the bits of what a pointwise operation computes may depend on where it is."""
+    """Return whether the bits of a pointwise operation's results may depend on their places."""
     return not run.ways[node].same_bits and is_pointwise(node)
 
 
-def _witness(node: fx.Node, own: Sized, sources: Sequence[fx.Node], joint: JointGraph) -> Witness:
-    """What shows by which formula an operation of a run computes each number."""
+def _witness(
+    node: fx.Node, sized: SizedRun, sources: Sequence[fx.Node], joint: JointGraph
+) -> Witness:
     needed, waiting = {node}, [node]
     while waiting:
-        for value in _tensors(waiting.pop()):
+        for value in _tensor_inputs(waiting.pop()):
             operation = operation_of(value)
-            if operation in own.run.ways and operation not in needed:
+            if operation in sized.run.ways and operation not in needed:
                 needed.add(operation)
                 waiting.append(operation)
-    run = Run(own.run.rows, {n: own.run.ways[n] for n in own.run.ways if n in needed})
+    run = Run(sized.run.rows, {n: sized.run.ways[n] for n in sized.run.ways if n in needed})
     run.targets.append(node)
-    read = {v for n in needed for v in _tensors(n)}
-    run.rows_of.update((v, rows) for v, rows in own.run.rows_of.items() if v in read)
+    read = {v for n in needed for v in _tensor_inputs(n)}
+    run.rows_of.update((v, rows) for v, rows in sized.run.rows_of.items() if v in read)
     taken = [n for n in sources if n in {*run.sources}]
-    sized = Sized(run, Memory(run, joint), own.part_rows, 0)
-    parts = one_operation(sized, taken, joint, exact=False, marked=node)
+    witness = SizedRun(run, Memory(run, joint), sized.part_rows, 0)
+    parts = as_operation(witness, taken, joint, exact=False, marked=node)
     return Witness(node, parts, tuple(sources.index(n) for n in taken))
 
 
 def _one_part(
-    own: Sized, sources: Sequence[fx.Node], dense: Set[fx.Node], marked: fx.Node | None
+    sized: SizedRun, sources: Sequence[fx.Node], dense: Set[fx.Node], marked: fx.Node | None
 ) -> tuple[fx.Graph, list[Output]]:
-    """What computes one part of a run, and the results of the run."""
-    run, inside = own.run, own.memory.inside
-    rows = Size(own.part_rows, symbol(ROWS), {ROWS: own.part_rows})
+    """Return the graph of one part of a run, and the results of the run."""
+    run, inside = sized.run, sized.memory.inside
+    rows = Size(sized.part_rows, symbol(ROWS), {ROWS: sized.part_rows})
     graph = fx.Graph()
     copied, numbers = _placeholders(graph, sources, marked)
     for n in sources:
@@ -190,9 +199,9 @@ def _one_part(
             continue
         args, kwargs = for_rows(node, run.ways[node], rows)
         called: Any = node.target
-        over = own.memory.over.get(node)
-        if over is not None:
-            called, kwargs = over.variant, {**kwargs, over.argument: over.value}
+        in_place = sized.memory.in_place.get(node)
+        if in_place is not None:
+            called, kwargs = in_place.variant, {**kwargs, in_place.argument: in_place.value}
         _add(graph, node, (called, args, kwargs), copied, numbers if node is marked else {})
     given: list[fx.Node] = []
     outputs = []
@@ -205,23 +214,23 @@ def _one_part(
     return graph, outputs
 
 
-def _at_once(own: Sized, sources: Sequence[fx.Node], marked: fx.Node | None) -> fx.Graph:
-    """The operations of a run as they were traced."""
+def _at_once(sized: SizedRun, sources: Sequence[fx.Node], marked: fx.Node | None) -> fx.Graph:
+    """Return the operations of a run as they were traced."""
     graph = fx.Graph()
     copied, numbers = _placeholders(graph, sources, marked)
-    for node in own.memory.inside:
+    for node in sized.memory.inside:
         call = node.target, node.args, node.kwargs
         _add(graph, node, call, copied, numbers if node is marked else {})
-    graph.output(tuple(copied[value] for _, value, _ in results_of_run(own.run)))
+    graph.output(tuple(copied[value] for _, value, _ in results_of_run(sized.run)))
     return graph
 
 
 def _placeholders(
     graph: fx.Graph, sources: Sequence[fx.Node], marked: fx.Node | None
 ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
-    """Placeholders of sources, and of numbers for the tensors that an operation reads."""
+    """Add placeholders for sources, and for numbers in place of an operation's tensors."""
     copied = {n: graph.placeholder(f"in{i}") for i, n in enumerate(sources)}
-    numbers = {n: graph.placeholder(f"number{i}") for i, n in enumerate(_tensors(marked))}
+    numbers = {n: graph.placeholder(f"number{i}") for i, n in enumerate(_tensor_inputs(marked))}
     return copied, numbers
 
 
@@ -232,10 +241,11 @@ def _add(
     copied: dict[fx.Node, fx.Node],
     numbers: Mapping[fx.Node, fx.Node],
 ) -> None:
-    """Add the call that stands for ``node`` to a graph, with its values; it reads ``numbers`` in
-    place of what these belong to.
+    """Add the call that stands for ``node``, with its values, to a graph.
+
+    It reads ``numbers`` in place of their keys.
     """
-    marked = {n: graph.call_function(filled, (copied[n], own)) for n, own in numbers.items()}
+    marked = {n: graph.call_function(filled, (copied[n], number)) for n, number in numbers.items()}
     copied[node] = add_call(graph, call, {**copied, **marked}, node.name)
     for value in values_of(node):
         picked = (copied[node], value.args[1])
@@ -243,19 +253,18 @@ def _add(
 
 
 def results_of_run(run: Run) -> list[tuple[fx.Node, fx.Node, int]]:
-    """Operations that a run is computed for, with each tensor that is read, and its place."""
+    """Return each tensor that a run returns: its operation, the tensor, and its place."""
     return [(target, value, i) for target in sorted(run.targets) for i, value in _results(target)]
 
 
 def _results(target: fx.Node) -> list[tuple[int, fx.Node]]:
-    """The tensors that an operation returns and somebody reads, with their places."""
+    """Return the tensors that an operation returns and that are read, with their places."""
     if is_tensor(target):
         return [(0, target)]
     return [(place_of(value), value) for value in values_of(target)]
 
 
-def _names(run: Run, inside: Sequence[fx.Node]) -> dict[str, int]:
-    """Sizes that a run follows."""
+def _size_names(run: Run, inside: Sequence[fx.Node]) -> dict[str, int]:
     names = names_in((run.rows,))
     for node in inside:
         names |= names_in((node.args, node.kwargs))

@@ -20,19 +20,19 @@ from fxremat.passes.split.rules import Result, Rows, part_of
 from fxremat.runtime import cuda_graph
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""As large as a number, by its bytes."""
+"""Integer dtypes by their size in bytes."""
 
 ROWS = "ROWS"
-"""The number of rows of a part, in the arguments of its operations."""
+"""Name of the number of rows of a part, in the arguments of its operations."""
 
 MOST_SIZES = 128
-"""Sizes of a run whose code is kept; the oldest go first."""
+"""For how many sizes the code of a run is kept; the oldest is dropped first."""
 
 HALVES = (torch.bfloat16, torch.float16)
-"""Dtypes whose sums are made in float32, and rounded once."""
+"""Dtypes whose sums are computed in float32, and rounded once."""
 
 Body = Callable[..., tuple[Tensor, ...]]
-"""Computes one part: takes its inputs, returns a tuple."""
+"""Computes one part: takes its inputs, and returns a tuple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class Output:
     """A result of a run.
 
     Attributes:
-        way: its rows, or that what the parts give adds up to it, or that nobody reads it.
-        layout: how the whole lies in memory.
-        dtype: of its elements.
-        is_product: the parts give two matrices, and it is the sum of their products.
+        way: its rows, or that the parts add up to it, or that nobody reads it.
+        layout: the memory layout of the whole.
+        dtype: the dtype of its elements.
+        is_product: whether the parts return two matrices, and it is the sum of their products.
     """
 
     way: Rows | Result
@@ -57,8 +57,8 @@ class Made:
     """A tensor that the operations of a run allocate.
 
     Attributes:
-        layout: of its storage.
-        first, last: places of the operation that makes it and of the one that reads it last.
+        layout: layout of its storage.
+        first, last: places of the operation that allocates it, and of the one that reads it last.
     """
 
     layout: Layout
@@ -68,17 +68,17 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """Shows by which formula a pointwise operation of a run computes each of its numbers.
+    """Shows by which formula a pointwise operation of a run computes each number.
 
-    Kernels compute what does not fill a vector of a CPU by another formula, so that a number's bits
-    may depend on its place. Given numbers of which both formulas give other values, ``parts`` gives
-    the same results in parts as at once if, and only if, each place is computed by the same one.
+    Kernels for a CPU compute numbers that do not fill a vector by another formula, so the bits of a
+    number may depend on its place. For numbers for which the two formulas differ, ``parts`` has the
+    same results in parts as at once if, and only if, each place is computed by the same formula.
 
     Attributes:
         node: the operation.
-        parts: the run up to it, where it reads given numbers in place of tensors. It takes some of
-            what the run takes, then a number for each tensor that the operation reads.
-        taken: places of what it takes among what the run takes.
+        parts: the run up to it, which reads given numbers in place of tensors. It takes some inputs
+            of the run, then a number for each tensor that the operation reads.
+        taken: places of these inputs among the inputs of the run.
     """
 
     node: fx.Node
@@ -88,11 +88,11 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """How a run reads the integers that it takes.
+    """How a run reads integer inputs.
 
     Attributes:
-        indices: places of tensors whose numbers are indices, of which only 0 is valid everywhere.
-        values: places of tensors whose numbers become floating-point numbers.
+        indices: places of tensors whose numbers are indices, of which only 0 is always valid.
+        values: places of tensors whose numbers are converted to floating-point numbers.
     """
 
     indices: frozenset[int] = frozenset()
@@ -101,10 +101,10 @@ class Integers:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What differs where a run is computed in parts; it is true if anything does.
+    """What differs if a run is computed in parts; it is true if anything does.
 
     Attributes:
-        results: places of results that have other bits.
+        results: places of results with other bits.
         witnesses: places of witnesses that show another formula.
     """
 
@@ -116,34 +116,33 @@ class Changed:
 
 
 class Parts:
-    """A run of operations, computed in parts of its rows, one after the other.
+    """A run of operations that is computed in parts of its rows, one after the other.
 
-    Equal runs are one object, so what is computed again runs as it did first.
+    Equal runs are one object, so a recomputation runs like the first computation.
 
     Args:
-        name: in emitted code, another for any other run.
+        name: its unique name in emitted code.
         graph: one part: placeholders, operations, a tuple; sizes among its arguments may name
             :data:`ROWS`.
-        inputs: of each tensor that it takes: its rows, or ``None`` where each part reads it whole.
-        outputs: of each tensor that it returns.
-        rows: how many rows there are; it may follow the sizes of the step.
-        part_rows: at most so many rows are in a part.
+        inputs: the rows of each input tensor; ``None`` if each part reads it whole.
+        outputs: the tensors that it returns.
+        rows: the number of rows; it may follow the sizes of the step.
+        part_rows: the most rows of a part.
         hints: sizes that the run follows, by name, and their values at the capture.
-        device: of all tensors.
-        exact: its results must have the bits of the operations at once.
-        certain: they have them at any sizes, by the rules of its operations.
-        part_bytes: that a part holds beside inputs and results, as traced.
-        whole: the step's operations that it computes, but those that only look at a tensor.
-        at_once: the operations as they were traced; placeholders and results are those of
-            ``graph``.
-        witnesses: returns those of its pointwise operations that are not certain to keep their
-            bits. It is called once, by the first comparison.
-        integers: how it reads what it takes, where that is integers.
-        made: what the operations at once allocate, results included.
+        device: device of all tensors.
+        exact: whether its results must have the bits of the operations at once.
+        certain: whether they have, by the rules of its operations, for all sizes.
+        part_bytes: bytes that a part holds besides inputs and results, at the capture.
+        whole: the step's operations that it computes, without views.
+        at_once: the operations as traced, with the placeholders and results of ``graph``.
+        witnesses: returns the witnesses of pointwise operations that may not keep their bits. It is
+            called once, by the first comparison.
+        integers: how it reads integer inputs.
+        made: what the operations at once allocate, including results.
 
-    It takes the inputs, and the sizes in their order; it returns a tensor, or a list of several.
-    Where it is to be exact and that is not certain, it runs ``at_once`` at sizes of which
-    :meth:`settle` has not said that parts keep the bits.
+    A call takes the inputs, and the sizes in their order. It returns a tensor, or a list of
+    several. If it must be exact and that is not certain, it runs ``at_once`` for all sizes for
+    which :meth:`settle` has not confirmed that parts keep the bits.
     """
 
     def __init__(
@@ -187,18 +186,16 @@ class Parts:
 
     @functools.cached_property
     def witnesses(self) -> tuple[Witness, ...]:
-        """Of its pointwise operations that are not certain to keep their bits."""
+        """Witnesses of pointwise operations that may not keep their bits."""
         return tuple(self._make_witnesses())
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """Names of what it computes, in order."""
+        """Names of the operations, in order."""
         return tuple(name.split(".")[1] for name in self._called)
 
     def are_alike(self, shapes: Sequence[Shape]) -> bool:
-        """Whether parts of so many rows are alike at all sizes, where it takes tensors of
-        ``shapes``, which may follow the sizes.
-        """
+        """Return whether parts are alike at all sizes, given the inputs' shapes."""
         pairs = zip(shapes, self.inputs, strict=True)
         given = [shape if way is None else part_of(shape, way, 1) for shape, way in pairs]
         arguments = [(node.args, node.kwargs) for node in self.graph.nodes]
@@ -206,13 +203,13 @@ class Parts:
         return names_in([given, arguments, sums]).keys() <= {ROWS}
 
     def count(self, sizes: Mapping[str, int]) -> int:
-        """In how many parts it is computed, at sizes by name."""
+        """Return the number of parts for given sizes."""
         whole = not self._is_split(tuple(sizes[name] for name in self.hints))
         return 1 if whole else -(-int(evaluated(self.rows, sizes)) // self.part_rows)
 
     @property
     def code(self) -> str:
-        """What it does, as Python reads it: a loop over its rows."""
+        """What it does, as Python code: a loop over its rows."""
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         rows = {n: way for n, way in zip(inputs, self.inputs, strict=True) if way is not None}
 
@@ -261,39 +258,40 @@ class Parts:
         return not self._refused and (self.certain or self._keeps_bits.get(sizes, False))
 
     def settle(self, sizes: tuple[int, ...], *, keeps_bits: bool) -> None:
-        """Let it be known whether parts keep the bits, at ``sizes`` in the order of ``hints``.
+        """Note whether parts keep the bits for ``sizes``, in the order of ``hints``.
 
-        Told of several calls, whose tensors may lie otherwise, they do if they do in each.
+        If it is called several times, for tensors with different layouts, they must keep them in
+        each.
         """
         self._keeps_bits[sizes] = keeps_bits and self._keeps_bits.get(sizes, True)
 
     def compared_bytes(self, sizes: Mapping[str, int], *, workspace_bytes: int) -> int:
-        """Return the most bytes that a comparison takes.
+        """Return an upper bound on the bytes that a comparison takes.
 
         Args:
-            sizes: of the step, by name.
+            sizes: sizes of the step, by name.
             workspace_bytes: the most that one of the operations takes beyond its results.
 
-        Comparing the bits of a result may make a dense copy of both sides, and four Booleans for
-        each number.
+        Comparing the bits of a result may copy both sides to dense tensors, and takes four Booleans
+        for each number.
         """
-        made = [(own, int(evaluated(own.layout.storage_bytes, sizes))) for own in self._made]
+        made = [(each, int(evaluated(each.layout.storage_bytes, sizes))) for each in self._made]
         at_once = (
-            sum(nbytes for own, nbytes in made if own.first <= place <= own.last)
-            for place in {own.first for own in self._made}
+            sum(nbytes for each, nbytes in made if each.first <= place <= each.last)
+            for place in {each.first for each in self._made}
         )
-        results = [(own, int(evaluated(own.layout.storage_bytes, sizes))) for own in self.outputs]
-        answers = (math.ceil(nbytes * (2 + 4 / own.dtype.itemsize)) for own, nbytes in results)
+        results = [(out, int(evaluated(out.layout.storage_bytes, sizes))) for out in self.outputs]
+        answers = (math.ceil(nbytes * (2 + 4 / out.dtype.itemsize)) for out, nbytes in results)
         left = sum(nbytes for _, nbytes in results)
         run_bytes = max(at_once, default=0) + workspace_bytes
         return max(run_bytes, left + max(answers, default=0))
 
     def compare_next(self, report: Callable[[bool], None] | None) -> None:
-        """Run the operations at once as well when it is called next; ``None``: not any more.
+        """Also run the operations at once in the next call, and compare; ``None``: do not compare.
 
         Args:
-            report: called with whether the results have the same bits. If they do not, it returns
-                those of the operations at once, and is not in parts any more.
+            report: called with whether the results have the same bits. If they do not, the call
+                returns those of the operations at once, and further calls run these.
         """
         self._report = report
 
@@ -316,7 +314,7 @@ class Parts:
         return made if same else whole
 
     def run(self, args: Sequence[Any], *, part_rows: int | None) -> Any:
-        """Run it with ``args``, so many rows at a time; ``None``: its operations at once."""
+        """Run it with ``args``, ``part_rows`` rows at a time; ``None``: all operations at once."""
         given, sizes = args[: len(self.inputs)], tuple(map(int, args[len(self.inputs) :]))
         named = dict(zip(self.hints, sizes, strict=True))
         if part_rows is None:
@@ -329,19 +327,19 @@ class Parts:
                 tensor if way is None else part(tensor, way, start, rows)
                 for tensor, way in zip(given, self.inputs, strict=True)
             ]
-            found = list(self._body(sizes, rows, named)(*pieces))
+            values = list(self._body(sizes, rows, named)(*pieces))
             del pieces
-            self._put(made, found, start, rows, named)
+            self._put(made, values, start, rows, named)
         for i, output in enumerate(self.outputs):
             if made[i].dtype != output.dtype:
                 made[i] = made[i].to(output.dtype)
         return made[0] if len(made) == 1 else made
 
     def _body(self, sizes: tuple[int, ...], rows: int | None, named: Mapping[str, int]) -> Body:
-        """The function of a part of so many rows; ``None``: of all operations at once."""
+        """Return the function of a part of ``rows`` rows; ``None``: of all operations at once."""
         key = (rows, *sizes)
-        found = self._bodies.get(key)
-        if found is None:
+        body = self._bodies.get(key)
+        if body is None:
             graph = fx.Graph()
             graph.output(graph.graph_copy(self.at_once if rows is None else self.graph, {}))
             numbers = {**named, ROWS: rows or 0}
@@ -351,21 +349,21 @@ class Parts:
             with self._lock:
                 while len(self._bodies) > 2 * MOST_SIZES:
                     self._bodies.pop(next(iter(self._bodies)))
-                # Without what a module does around a call: it would keep what has failed.
-                found = self._bodies[key] = fx.GraphModule(torch.nn.Module(), graph).forward
-        return found
+                # The forward itself, because a call of the module would keep a failed call's data.
+                body = self._bodies[key] = fx.GraphModule(torch.nn.Module(), graph).forward
+        return body
 
     def _put(
         self,
         made: list[Any],
-        found: list[Tensor],
+        values: list[Tensor],
         start: int,
         rows: int,
         named: Mapping[str, int],
     ) -> None:
-        """Put what a part gives into the results; ``found`` is emptied."""
+        """Put the values of a part into the results; ``values`` is emptied."""
         for i, output in enumerate(self.outputs):
-            value = found.pop(0)
+            value = values.pop(0)
             if isinstance(output.way, Rows):
                 if made[i] is None:
                     made[i] = value.new_empty_strided(
@@ -376,7 +374,7 @@ class Parts:
             elif output.way is Result.UNREAD:
                 made[i] = value
             elif output.is_product:
-                other = found.pop(0)
+                other = values.pop(0)
                 if made[i] is None:
                     made[i] = torch.mm(value, other)
                     if output.dtype in HALVES:
@@ -394,12 +392,12 @@ class Parts:
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors have the same bits; a NaN may have any."""
+    """Return whether tensors have the same bits; NaNs are equal."""
     return is_true(same_bits(one, other).all())
 
 
 def same_bits(one: Tensor, other: Tensor) -> Tensor:
-    """Whether each number has the same bits, or is NaN in both."""
+    """Return for each number whether it has the same bits, or is NaN in both."""
     pair = [torch.view_as_real(t) if t.is_complex() else t for t in (one, other)]
     bits = [t.contiguous().view(INTEGERS[t.itemsize]) for t in pair]
     same = bits[0] == bits[1]
@@ -409,17 +407,17 @@ def same_bits(one: Tensor, other: Tensor) -> Tensor:
 
 
 def is_true(answer: Tensor) -> bool:
-    """An answer that a device has: ``bool`` alone would lock host memory for it."""
+    """Return an answer that is on a device, without locking host memory as ``bool`` would."""
     return bool(answer.cpu())
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """Whether a tensor holds integers: no bools."""
+    """Return whether a tensor holds integers, not Booleans."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def filled(tensor: Tensor, number: Tensor) -> Tensor:
-    """A tensor that lies as ``tensor``, all of its numbers being ``number``."""
+    """Return a tensor with the layout of ``tensor`` whose elements are all ``number``."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     count = 1 + sum((size - 1) * stride for size, stride in pairs)
     every = number.repeat(0 if 0 in tensor.shape else count)
@@ -427,23 +425,23 @@ def filled(tensor: Tensor, number: Tensor) -> Tensor:
 
 
 def parts_of(total: int, part_rows: int) -> Iterator[tuple[int, int]]:
-    """First row and number of rows of each part: all alike but the last, which has no more."""
+    """Yield first row and number of rows of each part; only the last one may have fewer."""
     for start in range(0, total, max(part_rows, 1)):
         yield start, min(part_rows, total - start)
 
 
 def _indexed(name: str, way: Rows) -> str:
-    """Rows of a tensor, as Python reads it."""
+    """Return the rows of a tensor as Python code."""
     flat = f".flatten({way.first}, {way.last - 1})" if way.last - way.first > 1 else ""
     return f"{name}{flat}[{', '.join([':'] * way.first + ['rows'])}]"
 
 
 def part(tensor: Tensor, way: Rows, start: int, rows: int) -> Tensor:
-    """So many rows of a tensor from ``start``; its number of dimensions is kept."""
+    """Return ``rows`` rows of a tensor from ``start`` on, with the same number of dimensions."""
     first, last = way.first, way.last
     if last - first > 1:
         tensor = tensor.view(*tensor.shape[:first], -1, *tensor.shape[last:])
-    found = tensor.narrow(first, start, rows)
+    piece = tensor.narrow(first, start, rows)
     for _ in range(last - first - 1):
-        found = found.unsqueeze(first)
-    return found
+        piece = piece.unsqueeze(first)
+    return piece

@@ -1,4 +1,4 @@
-"""The joint graph with runs that are computed in parts."""
+"""Rewrite the joint graph with runs that are computed in parts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fxremat.passes.joint import rng
 from fxremat.passes.joint.build import rebuilt
 from fxremat.passes.joint.graph import JointGraph, is_tensor, operation_of, values_of
 from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of
-from fxremat.passes.split.beside import gathered
-from fxremat.passes.split.losses import by_rows, gradients_beside, has_losses
+from fxremat.passes.split.beside import gather_gradients
+from fxremat.passes.split.losses import by_rows, gradients_with_losses, has_losses
 from fxremat.passes.split.memory import Memory
-from fxremat.passes.split.operation import Sized, one_operation, results_of_run
+from fxremat.passes.split.operation import SizedRun, as_operation, results_of_run
 from fxremat.passes.split.parts import Changed, Parts
 from fxremat.passes.split.rules import Way, is_pointwise
 from fxremat.passes.split.run import Looks, Run
@@ -28,9 +28,7 @@ from fxremat.runtime.expected import Expected
 Tensors = Sequence[torch.Tensor]
 
 OtherBits = Callable[[Parts, Tensors], Changed]
-"""What differs where a run is computed in parts: the run, and tensors that lie as those that it
-takes.
-"""
+"""Returns what differs if a run is computed in parts, given tensors laid out as its inputs."""
 
 
 def split(
@@ -42,103 +40,105 @@ def split(
     expected: dict[str, Expected],
     looks: Looks,
 ) -> fx.GraphModule | None:
-    """The graph of ``joint``, with runs in parts where values are large.
+    """Return the graph of ``joint`` with runs in parts in place of large values.
 
     Args:
         joint: the step; it is not changed.
-        large: values that are not to exist whole, and what one part of a run holds.
-        other_bits: asked of each operation whose kernel may round otherwise in parts, then of each
-            run as it will be emitted; ``None``: results may differ by rounding.
-        beside: gradients of losses are computed with them where that can be.
-        expected: see :func:`~fxremat.passes.split.losses.gradients_beside`.
-        looks: at operations, in search of runs.
+        large: values that must not exist whole, and what one part of a run may hold.
+        other_bits: called for each operation whose kernel may round otherwise in parts, then for
+            each run as it will be emitted; ``None``: results may differ by rounding.
+        beside: whether gradients of losses are computed together with them if possible.
+        expected: see :func:`~fxremat.passes.split.losses.gradients_with_losses`.
+        looks: limits the search for runs.
 
-    Ensures: random draws keep their order; results and gradients lie as they did.
+    Ensures: random draws keep their order; results and gradients keep their layouts.
 
-    Returns ``None`` where nothing can be computed in parts, or the looks run out.
+    Returns ``None`` if nothing can be computed in parts, or if the search reaches its limit.
     """
     if not has_losses(joint):
         return _in_parts(joint, large, other_bits, looks)
     joint = rebuilt(joint, by_rows(joint.module))
     exact = other_bits is not None
     if beside:
-        foreseen = expected if exact else None
-        early = rebuilt(joint, gradients_beside(joint, large.most_bytes, foreseen))
-        found = _in_parts(early, large, other_bits, looks)
-        if not exact or (found is not None and gathered(found)):
-            return found
+        assumed = expected if exact else None
+        early = rebuilt(joint, gradients_with_losses(joint, large.most_bytes, assumed))
+        module = _in_parts(early, large, other_bits, looks)
+        if not exact or (module is not None and gather_gradients(module)):
+            return module
     return _in_parts(joint, large, other_bits, looks)
 
 
 def _in_parts(
     joint: JointGraph, large: Large, other_bits: OtherBits | None, looks: Looks
 ) -> fx.GraphModule | None:
-    """The graph of ``joint``, whose losses are ready for it, as :func:`split` returns it."""
+    """Return the graph of ``joint``, whose losses are prepared, as :func:`split` does."""
     refused: set[tuple[fx.Node, Way]] = set()
-    exact, known = other_bits is not None, Ways()
+    exact, cache = other_bits is not None, Ways()
     while True:
-        found = runs_of(joint, large, exact=exact, refused=refused, known=known, looks=looks)
+        unsized = runs_of(joint, large, exact=exact, refused=refused, known=cache, looks=looks)
         if looks.are_out:
             return None
-        runs = [Sized.of(run, joint, large, exact=exact) for run in found]
-        new = {pair for own in runs for pair in _refused(own, joint, other_bits)}
+        runs = [SizedRun.of(run, joint, large, exact=exact) for run in unsized]
+        new = {pair for sized in runs for pair in _refused(sized, joint, other_bits)}
         if not new and other_bits is not None:
-            new = {pair for own in runs for pair in _changed(own, joint, other_bits)}
+            new = {pair for sized in runs for pair in _changed(sized, joint, other_bits)}
         if not new:
             return _Writer(joint, runs, exact=exact).write() if runs else None
         refused |= new
 
 
 def _refused(
-    own: Sized, joint: JointGraph, other_bits: OtherBits | None
+    sized: SizedRun, joint: JointGraph, other_bits: OtherBits | None
 ) -> Iterator[tuple[fx.Node, Way]]:
-    """Operations of a run, and how it computes them, that cannot be: all run again without them."""
-    if own.part_rows >= own.run.rows:  # there is one part
-        yield from ((target, own.run.ways[target]) for target in own.run.targets)
+    """Yield operations and ways of a run that cannot be used; the search is then repeated."""
+    if sized.part_rows >= sized.run.rows:  # there is one part
+        yield from ((target, sized.run.ways[target]) for target in sized.run.targets)
     elif other_bits is not None:
-        for node, way in own.run.ways.items():
-            if way.same_bits or is_pointwise(node):  # the run has a witness
+        for node, way in sized.run.ways.items():
+            if way.same_bits or is_pointwise(node):  # pointwise operations have witnesses
                 continue
-            if other_bits(*_alone(node, way, own, joint)):
+            if other_bits(*_single_operation(node, way, sized, joint)):
                 yield node, way
 
 
-def _changed(own: Sized, joint: JointGraph, other_bits: OtherBits) -> Iterator[tuple[fx.Node, Way]]:
-    """Operations of a run, and how it computes them, of which the run as emitted has other bits.
+def _changed(
+    sized: SizedRun, joint: JointGraph, other_bits: OtherBits
+) -> Iterator[tuple[fx.Node, Way]]:
+    """Yield operations and ways of a run that, as emitted, computes them with other bits.
 
-    Each of its operations may keep its bits by itself, and not where it reads what another left.
+    Each operation may keep its bits by itself, but not with inputs that another one has laid out.
     """
-    sources = sorted(own.run.sources)
-    parts = one_operation(own, sources, joint, exact=True)
+    sources = sorted(sized.run.sources)
+    parts = as_operation(sized, sources, joint, exact=True)
     changed = other_bits(parts, [n.meta["val"] for n in sources])
     nodes = [parts.witnesses[place].node for place in changed.witnesses]
-    targets = [target for target, _, _ in results_of_run(own.run)]
+    targets = [target for target, _, _ in results_of_run(sized.run)]
     for node in (*nodes, *(targets[place] for place in changed.results)):
-        yield node, own.run.ways[node]
+        yield node, sized.run.ways[node]
 
 
-def _alone(node: fx.Node, way: Way, own: Sized, joint: JointGraph) -> tuple[Parts, Tensors]:
-    """An operation in parts by itself, and what it reads.
+def _single_operation(
+    node: fx.Node, way: Way, sized: SizedRun, joint: JointGraph
+) -> tuple[Parts, Tensors]:
+    """Return an operation in parts by itself, and its inputs.
 
-    Parts of what the run computes itself lie densely, as they do in the run.
+    Parts of inputs that the run computes itself are dense, as they are in the run.
     """
-    run = Run(own.run.rows, {node: way}, targets=[node])
+    run = Run(sized.run.rows, {node: way}, targets=[node])
     tensors = [n for n in node.all_input_nodes if is_tensor(n)]
     run.rows_of.update(zip(tensors, way.inputs, strict=True))
     sources = sorted(run.sources)
-    dense = {n for n in tensors if operation_of(n) in own.run.ways}
-    alone = Sized(run, Memory(run, joint), own.part_rows, 0)
-    parts = one_operation(alone, sources, joint, exact=False, dense=dense)
+    dense = {n for n in tensors if operation_of(n) in sized.run.ways}
+    single = SizedRun(run, Memory(run, joint), sized.part_rows, 0)
+    parts = as_operation(single, sources, joint, exact=False, dense=dense)
     return parts, [n.meta["val"] for n in sources]
 
 
 class _Writer:
-    """Writes the new graph."""
-
-    def __init__(self, joint: JointGraph, runs: Sequence[Sized], *, exact: bool) -> None:
+    def __init__(self, joint: JointGraph, runs: Sequence[SizedRun], *, exact: bool) -> None:
         self._joint, self._exact = joint, exact
-        self._sized = {own.run: own for own in runs}
-        self._run_of = {target: own.run for own in runs for target in own.run.targets}
+        self._sized = {sized.run: sized for sized in runs}
+        self._run_of = {target: sized.run for sized in runs for target in sized.run.targets}
         self._parts_by_name: dict[str, Parts] = {}
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
@@ -155,7 +155,7 @@ class _Writer:
                 self._copy(item)
                 for value in values_of(item):
                     self._copy(value)
-                for wait in _waits(item):
+                for wait in _waits_for(item):
                     self._copy(wait)
         output = old.output_node()
         new = self._graph.output(fx.node.map_arg(output.args[0], self._values.__getitem__))
@@ -164,11 +164,11 @@ class _Writer:
         return torch_compat.graph_module(self._joint.module, self._graph)
 
     def _item(self, node: fx.Node) -> fx.Node | Run:
-        own = operation_of(node)
-        return self._run_of.get(own, own)
+        operation = operation_of(node)
+        return self._run_of.get(operation, operation)
 
     def _ordered(self) -> list[fx.Node | Run]:
-        """What is needed, each after all that it reads, else as it was."""
+        """Return what is needed, each item after all that it reads, otherwise as in the graph."""
         joint = self._joint
         order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         draws = [n for n in (*joint.forward, *joint.backward) if rng.is_state(n) or rng.draws(n)]
@@ -203,9 +203,8 @@ class _Writer:
         self._values[node] = new
 
     def _call(self, run: Run) -> None:
-        """A call that computes a run in parts."""
         sources = sorted(run.sources)
-        parts = one_operation(self._sized[run], sources, self._joint, exact=self._exact)
+        parts = as_operation(self._sized[run], sources, self._joint, exact=self._exact)
         parts = self._parts_by_name.setdefault(parts.__name__, parts)
         parts.settle(tuple(parts.hints.values()), keeps_bits=True)
         sizes = (Size.named(name, hint) for name, hint in parts.hints.items())
@@ -228,7 +227,7 @@ class _Writer:
             self._values[value] = pick
 
 
-def _waits(node: fx.Node) -> list[fx.Node]:
-    """The waits for what an operation returns, if it is a collective."""
-    users = (user for own in (node, *values_of(node)) for user in own.users)
+def _waits_for(node: fx.Node) -> list[fx.Node]:
+    """Return the waits for the results of an operation, if it is a collective."""
+    users = (user for value in (node, *values_of(node)) for user in value.users)
     return [user for user in users if torch_compat.is_wait(user)]

@@ -1,8 +1,8 @@
 """Ways in which an operation can be computed for some rows at a time.
 
-An operation can be taken apart along a run of labels (``passes.split.labels``) if each of its
-tensors has the run unbroken, or has none of it. A tensor that has none of it is read whole, or is
-a sum.
+An operation can be split along a sequence of labels (``passes.split.labels``) if each of its
+tensors has the whole sequence, unbroken, or none of it. A tensor without it is read whole, or is a
+sum.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Returned = Sequence[tuple[Shape, Labels | None]]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Dimensions of a tensor; their elements, in row-major order, are its rows.
+    """Dimensions of a tensor whose elements, in row-major order, are its rows.
 
-    Neither end is a dimension of size 1.
+    Neither the first nor the last of them has size 1.
 
     Attributes:
         first: the first of them.
-        last: the one behind them.
+        last: the one after them.
     """
 
     first: int
@@ -51,12 +51,12 @@ class Rows:
 
 
 class Result(Enum):
-    """Of a tensor that an operation returns, where it has no rows."""
+    """What an operation returns that has no rows."""
 
     SUM = "sum"
-    """What the parts give adds up to it."""
+    """The sum of what the parts return."""
     UNREAD = "unread"
-    """Nobody reads numbers in it, such as the seed of a dropout of nothing: any part's will do."""
+    """Nobody reads the numbers in it, such as the seed of a dropout with probability 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,10 @@ class Way:
     """One way in which an operation can be computed for some rows at a time.
 
     Attributes:
-        inputs: of each tensor that it reads, each node once, in order of ``all_input_nodes``;
-            ``None`` where each part reads it whole.
-        outputs: of each tensor that it returns, in order of ``layouts_of``.
-        same_bits: whether each row has the bits that it has when all are computed at once. Where
-            that is up to the kernel, or anything is a sum, it is not said.
+        inputs: the rows of each tensor that it reads, each node once, in the order of
+            ``all_input_nodes``; ``None`` if each part reads it whole.
+        outputs: the rows of each tensor that it returns, in the order of ``layouts_of``.
+        same_bits: whether each row is known to have the same bits as if all were computed at once.
     """
 
     inputs: tuple[Rows | None, ...]
@@ -88,11 +87,11 @@ SHAPED = {
     "upsample_bicubic2d_backward.default": "input_size",
     "_upsample_nearest_exact2d_backward.default": "input_size",
 }  # fmt: skip
-"""Arguments that say the shape of what is returned."""
+"""Arguments that give the shape of the result."""
 
 
 def ways(node: fx.Node, count: int) -> tuple[Way, ...]:
-    """Ways in which ``node`` can be computed for some of ``count`` rows; none: no rule has one."""
+    """Return the ways in which ``node`` can be computed for some of ``count`` rows."""
     call = call_of(node)
     if call is None or int(count) < 2:
         return ()
@@ -110,17 +109,17 @@ def _rule_of(node: fx.Node) -> Rule | None:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether an operator of aten computes each number from the numbers in its place."""
+    """Return whether an operator of aten computes each number from the numbers in its place."""
     return _rule_of(node) is families.pointwise
 
 
 def reads_indices(node: fx.Node) -> bool:
-    """Whether an operator of aten may read integers as indices."""
+    """Return whether an operator of aten may read integers as indices."""
     return _rule_of(node) in families.BY_INDEX
 
 
 def for_rows(node: fx.Node, way: Way, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of ``node`` for a part of ``rows`` rows: nodes stay, sizes follow the part."""
+    """Return the arguments of ``node`` for a part: nodes stay, sizes follow the number of rows."""
     args, kwargs = list(node.args), dict(node.kwargs)
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     for name, value in _resized(node, way, rows):
@@ -133,7 +132,7 @@ def for_rows(node: fx.Node, way: Way, rows: int) -> tuple[tuple[Any, ...], dict[
 
 
 def _resized(node: fx.Node, way: Way, rows: int) -> Iterator[tuple[str, Any]]:
-    """Arguments that follow the number of rows, and what they are for a part."""
+    """Yield arguments that depend on the number of rows, with their values for a part."""
     name, where = name_of(node), way.outputs[0]
     if name in SHAPED and isinstance(where, Rows):
         yield SHAPED[name], list(part_of(shape_of(node), where, rows))
@@ -146,13 +145,13 @@ def _resized(node: fx.Node, way: Way, rows: int) -> Iterator[tuple[str, Any]]:
 
 
 def part_of(shape: Shape, where: Rows, rows: int) -> Shape:
-    """Shape of a part of ``rows`` rows of a tensor of ``shape``."""
+    """Return the shape of a part of ``rows`` rows of a tensor of ``shape``."""
     ones = (1,) * (where.last - where.first - 1)
     return (*shape[: where.first], *ones, rows, *shape[where.last :])
 
 
 def places(shape: Shape, count: int) -> Iterator[Rows]:
-    """Where a tensor of ``shape`` has ``count`` rows."""
+    """Yield the dimensions of a tensor that have ``count`` rows."""
     for first, last in ((a, b) for b in range(len(shape) + 1) for a in range(b)):
         inner = shape[first:last]
         is_near = math.prod(map(int, inner)) == int(count)
@@ -161,7 +160,7 @@ def places(shape: Shape, count: int) -> Iterator[Rows]:
 
 
 def _views(call: Call, count: int) -> Iterator[Way]:
-    """Ways of an operation that gives a tensor another shape."""
+    """Yield the ways of an operation that changes the shape of a tensor."""
     self, out = call.tensors["self"], call.out
     if 0 in map(int, out):
         return
@@ -173,7 +172,7 @@ def _views(call: Call, count: int) -> Iterator[Way]:
 
 
 def _ways(node: fx.Node, call: Call, dims: Dims, count: int) -> Iterator[Way]:
-    """Ways of an operation whose dimensions run together as ``dims`` says."""
+    """Yield the ways of an operation whose dimensions run together as ``dims`` says."""
     nodes, inputs = zip(*_inputs(call, dims), strict=True)
     given = zip(call.returns, dims.outputs, strict=True)
     outputs = [(shape, labels) for shape, labels in given if shape is not None]
@@ -184,7 +183,7 @@ def _ways(node: fx.Node, call: Call, dims: Dims, count: int) -> Iterator[Way]:
     torn: set[Hashable] = {None}
     for shape, labels in every:
         for size, label in zip(shape, labels, strict=True):
-            # The operation has them equal, be they written as the sizes of other tensors.
+            # Equal sizes may be different expressions.
             if size != 1 and int(sizes.setdefault(label, size)) != int(size):
                 torn.add(label)
     first = next((label for label in sizes if label is not None), None)
@@ -203,23 +202,23 @@ def _way(
     run: Labels,
     dims: Dims,
 ) -> Iterator[Way]:
-    """The way along ``run``, if there is one; ``inputs`` are of ``nodes``."""
-    found: dict[fx.Node, Rows | None] = {}
+    """Yield the way along ``run``, if there is one; ``inputs`` belong to ``nodes``."""
+    rows_of: dict[fx.Node, Rows | None] = {}
     for read, (shape, labels) in zip(nodes, inputs, strict=True):
         where = _place(shape, labels, run)
         if where is None and not {*run}.isdisjoint(_labels(shape, labels)):
             return
-        if found.setdefault(read, where) != where:
+        if rows_of.setdefault(read, where) != where:
             return
     results: list[Rows | Result] = []
-    for shape, own in outputs:
-        where = _place(shape, own, run) if own is not None else None
-        lacks = own is None or {*run}.isdisjoint(_labels(shape, own))
-        if where is None and not (lacks and (own is None or dims.summed >= {*run})):
+    for shape, given in outputs:
+        where = _place(shape, given, run) if given is not None else None
+        lacks = given is None or {*run}.isdisjoint(_labels(shape, given))
+        if where is None and not (lacks and (given is None or dims.summed >= {*run})):
             return
-        results.append(where or (Result.UNREAD if own is None else Result.SUM))
-    read_by_it = tuple(found[n] for n in node.all_input_nodes if is_tensor(n))
-    yield Way(read_by_it, tuple(results), dims.exact and Result.SUM not in results)
+        results.append(where or (Result.UNREAD if given is None else Result.SUM))
+    read_rows = tuple(rows_of[n] for n in node.all_input_nodes if is_tensor(n))
+    yield Way(read_rows, tuple(results), dims.exact and Result.SUM not in results)
 
 
 def _labels(shape: Shape, labels: Labels) -> Labels:
@@ -227,22 +226,22 @@ def _labels(shape: Shape, labels: Labels) -> Labels:
 
 
 def _place(shape: Shape, labels: Labels, run: Labels) -> Rows | None:
-    """Where a tensor has all of ``run``, unbroken."""
+    """Return the dimensions of a tensor that have all of ``run``, unbroken."""
     at = [i for i, size in enumerate(shape) if size != 1]
-    own = _labels(shape, labels)
-    start = own.index(run[0]) if run[0] in own else len(own)
-    if own[start : start + len(run)] != run:
+    present = _labels(shape, labels)
+    start = present.index(run[0]) if run[0] in present else len(present)
+    if present[start : start + len(run)] != run:
         return None
     return Rows(at[start], at[start + len(run) - 1] + 1)
 
 
 def _inputs(call: Call, dims: Dims) -> Iterator[tuple[fx.Node, tuple[Shape, Labels]]]:
-    """Shape and labels of each tensor among the arguments."""
+    """Yield each tensor among the arguments, with its shape and labels."""
     for name, value in call.values.items():
         given = dims.inputs.get(name)
         nodes = value if isinstance(value, (tuple, list)) else [value]
         labels = given if isinstance(given, list) else [given] * len(nodes)
-        for node, own in zip(nodes, labels, strict=True):
+        for node, of_node in zip(nodes, labels, strict=True):
             if isinstance(node, fx.Node):
                 shape = shape_of(node)
-                yield node, (shape, whole(shape) if own is None else own)
+                yield node, (shape, whole(shape) if of_node is None else of_node)

@@ -1,4 +1,4 @@
-"""A run of operations that is computed in parts, and runs among the other operations of a step."""
+"""A run of operations that is computed in parts, and the order of runs and other operations."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from fxremat.passes.joint.graph import is_getitem, operation_of
 from fxremat.passes.split.rules import Rows, Way
 
 MOST_OPERATIONS = 64
-"""Of a run at the most; and the most values that one of them reads, and that read one of them."""
+"""How many operations a run has at most; also the most values that one of them reads, and the most
+operations that read one of them."""
 
 
 @dataclass(slots=True)
 class Looks:
-    """How often operations are looked at: work that is the same in any process.
+    """Counts how often the search looks at an operation: work that is the same in all processes.
 
     Attributes:
-        most: so often at the most; ``None``: as often as it takes.
-        count: so often up to now.
+        most: limit on the count; ``None``: no limit.
+        count: the count so far.
     """
 
     most: int | None = None
@@ -29,7 +30,7 @@ class Looks:
 
     @property
     def are_out(self) -> bool:
-        """Whether no more are left."""
+        """Whether the limit was exceeded."""
         return self.most is not None and self.count > self.most
 
 
@@ -37,13 +38,13 @@ class Looks:
 class Run:
     """Operations that are computed for some rows at a time.
 
-    It is not changed any more once it was asked for its sources.
+    It must not be changed after its sources have been read.
 
     Attributes:
-        rows: how many rows there are; may follow the sizes.
-        ways: of each operation, how it is computed in parts.
-        rows_of: of each value in it, and of each that it takes: rows, or ``None`` for the whole.
-        targets: operations whose results it gives.
+        rows: the number of rows; may follow sizes.
+        ways: for each operation, how it is computed in parts.
+        rows_of: for each value that it computes or reads, the rows, or ``None`` for the whole.
+        targets: operations whose results it returns.
     """
 
     rows: int
@@ -54,13 +55,13 @@ class Run:
 
     @property
     def sources(self) -> list[fx.Node]:
-        """Values that it takes."""
+        """Values that it reads."""
         if self._sources is None:
             self._sources = [n for n in self.rows_of if operation_of(n) not in self.ways]
         return self._sources
 
     def joined(self, other: Run) -> Run | None:
-        """Both as one; ``None`` where they compute a value in different rows."""
+        """Return both as one run; ``None`` if they compute a value in different rows."""
         if not self.joins(other):
             return None
         return Run(
@@ -71,7 +72,7 @@ class Run:
         )
 
     def joins(self, other: Run) -> bool:
-        """Whether both can be one."""
+        """Return whether both can be one run."""
         if self.rows != other.rows:
             return False
         shared = self.ways.keys() & other.ways.keys()
@@ -82,10 +83,10 @@ class Run:
         values = self.rows_of.keys() & other.rows_of.keys()
         if any(self.rows_of[value] != other.rows_of[value] for value in values):
             return False
-        return not (self._gives_otherwise(other) or other._gives_otherwise(self))
+        return not (self._conflicts(other) or other._conflicts(self))
 
-    def _gives_otherwise(self, other: Run) -> bool:
-        """Whether ``other`` takes a result of this run in another way than parts give it."""
+    def _conflicts(self, other: Run) -> bool:
+        """Return whether ``other`` reads a result of this run otherwise than parts return it."""
         for value in other.sources:
             way = self.ways.get(operation_of(value))
             if way is not None and way.outputs[place_of(value)] != other.rows_of[value]:
@@ -94,12 +95,12 @@ class Run:
 
 
 class Order:
-    """Operations of a step, each after all that it reads, a run being one of them.
+    """The operations of a step, each after all that it reads; a run is one of them.
 
     Args:
         made: values of the step.
-        runs: with one target each.
-        places: of nodes in the graph.
+        runs: runs with one target each.
+        places: places of nodes in the graph.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Order:
         self._place = {item: i for i, item in enumerate(self._items)}
 
     def join(self, one: Run, other: Run, both: Run) -> bool:
-        """Let ``both`` stand for two runs, unless what it takes depends on what it gives."""
+        """Let ``both`` replace two runs, unless what it reads depends on what it returns."""
         first, last = sorted((self._place[one], self._place[other]))
         needed: set[fx.Node | Run | None] = set()
         waiting = list(both.sources)
@@ -136,7 +137,7 @@ class Order:
 
 
 def place_of(value: fx.Node) -> int:
-    """Which of the tensors that its operation returns a value is, what is no tensor left out."""
+    """Return the place of a value among the tensors that its operation returns."""
     if not is_getitem(value):
         return 0
     index = value.args[1]

@@ -1,8 +1,8 @@
-"""Find runs of operations whose large values need exist for a few rows at a time only.
+"""Find runs of operations whose large values need to exist for a few rows at a time only.
 
 A run computes one or more results (its *targets*) from values that are small, or that cannot be
-had in parts; every large value between them it computes for itself, a few rows at a time, be it
-of the forward or of the backward. So no large value is kept for it.
+computed in parts. It computes every large value in between itself, a few rows at a time, whether it
+belongs to the forward or the backward. So no large value is kept for it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from fxremat.passes.split.rules import Result, Rows, Way, ways
 from fxremat.passes.split.run import MOST_OPERATIONS, Looks, Order, Run, place_of
 
 Refused = Set[tuple[fx.Node, Way]]
-"""Operations, and ways to compute them in parts, that are not to be taken."""
+"""Operations, and ways to compute them in parts, that must not be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Large:
-    """Values that need not exist whole.
+    """Values that must not exist whole.
 
     Attributes:
-        most_bytes: those that take more, and what a part holds that computes them.
-        names: those of operations of these names count that take more than ``names_bytes``, too.
-        names_bytes: what a part holds that computes one of them.
+        most_bytes: values that take more are large; also what a part that computes them may hold.
+        names: operations whose values are large if they take more than ``names_bytes``.
+        names_bytes: also what a part that computes one of these values may hold.
     """
 
     most_bytes: int
@@ -50,44 +50,44 @@ class Large:
     names_bytes: int = 0
 
     def has(self, storage: int, table: StorageTable) -> bool:
-        """Whether a storage is one."""
+        """Return whether a storage is large."""
         nbytes, is_named = table.nbytes[storage], table.owner[storage].name in self.names
         return nbytes > self.most_bytes or (is_named and nbytes > self.names_bytes)
 
     def part_bytes(self, run: Run, table: StorageTable) -> int:
-        """What a part of a run may hold."""
+        """Return the bytes that a part of a run may hold."""
         values = table.of((*run.ways, *run.rows_of))
         named = any(table.owner[i].name in self.names for i in values)
         return min(self.most_bytes, self.names_bytes) if named else self.most_bytes
 
 
 class Ways:
-    """Ways to compute operations in parts; those of alike operations are found once."""
+    """A cache of ways to compute operations in parts, shared by operations of the same kind."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[object, ...], tuple[Way, ...]] = {}
+        self._cache: dict[tuple[object, ...], tuple[Way, ...]] = {}
         self._kinds: dict[fx.Node, str] = {}
 
     def of(self, node: fx.Node, count: int) -> tuple[Way, ...]:
-        """Ways to compute ``node`` for some of ``count`` rows at a time."""
+        """Return the ways to compute ``node`` for some of ``count`` rows at a time."""
         if node not in self._kinds:
             self._kinds[node] = _kind_of(node)
         key = self._kinds[node], repr(count), int(count)
-        if key not in self._found:
-            self._found[key] = ways(node, count)
-        return self._found[key]
+        if key not in self._cache:
+            self._cache[key] = ways(node, count)
+        return self._cache[key]
 
 
 def _kind_of(node: fx.Node) -> str:
-    """Equal for operations that have the same ways."""
+    """Return a text that is equal for operations with the same ways."""
 
     def described(read: fx.Node) -> str:
         tensors = [(t.dtype, t.device.type, t.layout) for t in tensors_of(read)]
-        return f"%{places[read]} {[own.shape for own in layouts_of(read)]} {tensors}"
+        return f"%{places[read]} {[layout.shape for layout in layouts_of(read)]} {tensors}"
 
     places = {read: i for i, read in enumerate(node.all_input_nodes)}
     arguments = written((node.args, dict(node.kwargs)), described)
-    return f"{node.target} {arguments} {[own.shape for own in layouts_of(node)]}"
+    return f"{node.target} {arguments} {[layout.shape for layout in layouts_of(node)]}"
 
 
 def runs_of(
@@ -99,28 +99,28 @@ def runs_of(
     known: Ways,
     looks: Looks | None = None,
 ) -> list[Run]:
-    """Runs in which no value is computed whole that is large.
+    """Return runs so that no large value is computed whole, as far as that is possible.
 
     Args:
         joint: the step.
-        large: which values are.
-        exact: results must have the bits that they have at once: no sums but of products.
-        refused: what is not done.
-        known: ways of its operations, as far as they were asked for.
-        looks: at operations; where they run out, what is returned is not all.
+        large: which values are large.
+        exact: results must have the bits that they have at once: only sums of products are allowed.
+        refused: ways that must not be used.
+        known: a cache of ways.
+        looks: limits the search; if it is exceeded, the result is incomplete.
     """
-    return _Finder(joint, large, exact, refused, known, looks or Looks()).found()
+    return _Finder(joint, large, exact, refused, known, looks or Looks()).find()
 
 
 @dataclass(slots=True)
-class _Counted:
-    """Ways and runs of one number of rows.
+class _RowCount:
+    """Ways and runs for one number of rows.
 
     Attributes:
-        count: of rows.
-        ways: of each operation that may be taken.
-        giving: of each value, ways of its operation by the rows in which they give it.
-        computing: runs, by each operation in them.
+        count: the number of rows.
+        ways: the allowed ways of each operation.
+        giving: for each value, ways of its operation by the rows in which they return it.
+        computing: runs by each operation in them.
     """
 
     count: int
@@ -129,12 +129,11 @@ class _Counted:
     computing: dict[fx.Node, list[Run]] = field(default_factory=dict)
 
     def add(self, run: Run) -> None:
-        """Let others be joined with ``run``."""
         for operation in run.ways:
             self.computing.setdefault(operation, []).append(run)
 
     def joins(self, run: Run) -> bool:
-        """Whether a run can be joined with one that was added."""
+        """Return whether a run can be joined with one that was added."""
         alike = Counter(itertools.chain.from_iterable(self.computing.get(n, ()) for n in run.ways))
         return any(
             len(run.ways) + len(other.ways) - shared <= MOST_OPERATIONS and run.joins(other)
@@ -152,21 +151,21 @@ class _Finder:
         known: Ways,
         looks: Looks,
     ) -> None:
-        self._joint, self._meant = joint, large
+        self._joint, self._large_values = joint, large
         self._exact, self._refused, self._known = exact, refused, known
         self._looks = looks
         self._order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self._backward = frozenset(joint.backward)
         self._made = frozenset((*joint.forward, *joint.backward))
         self._given = joint.storages.of((*joint.given, *joint.tangents))
-        self._counted: dict[int, _Counted] = {}
+        self._by_count: dict[int, _RowCount] = {}
         self._large: dict[fx.Node, bool] = {}
-        self._near: dict[fx.Node, bool] = {}
+        self._reads_large_cache: dict[fx.Node, bool] = {}
         self._read: dict[fx.Node, list[fx.Node]] = {}
         self._made_by: dict[fx.Node, tuple[fx.Node, int]] = {}
         self._views: dict[fx.Node, dict[Rows, bool]] = {}
 
-    def found(self) -> list[Run]:
+    def find(self) -> list[Run]:
         joint = self._joint
         returned = {*joint.results, *joint.gradients}
         waiting = {
@@ -192,7 +191,7 @@ class _Finder:
             run = self._run_to(target)
             if run is not None:
                 runs.append(run)
-                self._counted[run.rows].add(run)
+                self._by_count[run.rows].add(run)
                 left = [n for n in run.sources if self._is_large(n)]
             else:
                 left = [n for n in target.all_input_nodes if self._is_large(n)]
@@ -201,7 +200,7 @@ class _Finder:
         return self._grouped(runs)
 
     def _base(self, value: fx.Node) -> fx.Node:
-        """The operation that made what ``value`` looks at."""
+        """Return the operation that allocates the storage that ``value`` is a view of."""
         operation = operation_of(value)
         while self._is_view(operation):
             operation = operation_of(operation.all_input_nodes[0])
@@ -211,60 +210,62 @@ class _Finder:
         return node in self._made and self._joint.storages.is_view(node)
 
     def _is_large(self, node: fx.Node) -> bool:
-        """Whether a value is one, in memory that the step itself allocates.
+        """Return whether a value is large and in memory that the step itself allocates.
 
-        What more operations read than a run can have is not taken for one: it would be computed
-        anew in run after run, as a sequence is whose moments are looked at one by one.
+        Values that more operations read than a run can have do not count: they would be computed
+        again in run after run, such as a sequence whose elements are read one by one.
         """
         if node not in self._large:
             table = self._joint.storages
-            own = set(table.of_node.get(node, ())) - self._given
+            storages = set(table.of_node.get(node, ())) - self._given
             large = any(
-                self._meant.has(i, table) and len(table.readers[i]) <= MOST_OPERATIONS for i in own
+                self._large_values.has(i, table) and len(table.readers[i]) <= MOST_OPERATIONS
+                for i in storages
             )
             self._large[node] = large and node in self._made and is_tensor(node)
         return self._large[node]
 
-    def _all_ways(self, node: fx.Node, own: _Counted) -> tuple[Way, ...]:
+    def _all_ways(self, node: fx.Node, counted: _RowCount) -> tuple[Way, ...]:
         if len(node.all_input_nodes) > MOST_OPERATIONS:
             return ()
-        if node not in own.ways:
-            own.ways[node] = tuple(
-                way for way in self._known.of(node, own.count) if self._may(node, way)
+        if node not in counted.ways:
+            counted.ways[node] = tuple(
+                way for way in self._known.of(node, counted.count) if self._is_allowed(node, way)
             )
-        return own.ways[node]
+        return counted.ways[node]
 
-    def _may(self, node: fx.Node, way: Way) -> bool:
+    def _is_allowed(self, node: fx.Node, way: Way) -> bool:
         if (node, way) in self._refused:
             return False
-        # Of sums only those of products are made in an order that parts can keep.
+        # Only sums of products are computed in an order that parts can keep.
         is_sum = Result.SUM in way.outputs and not is_sum_of_products(node, way)
         return not (self._exact and is_sum)
 
     def _run_to(self, target: fx.Node) -> Run | None:
-        """The run to the results of an operation, with the least that is large and whole: rather
-        one that can be joined with another, then one of most rows.
+        """Return the run to the results of an operation that leaves the fewest large bytes whole.
+
+        Of equal runs it is one that can be joined with another, otherwise the one of most rows.
         """
         least_bytes = self._bytes_of(n for n in target.all_input_nodes if self._is_large(n))
-        found: list[Run] = []
+        best: list[Run] = []
         for count in self._counts(target):
-            own = self._counted.setdefault(count, _Counted(count))
-            for way in self._all_ways(target, own):
+            counted = self._by_count.setdefault(count, _RowCount(count))
+            for way in self._all_ways(target, counted):
                 run = Run(count, targets=[target])
                 rows = ((value, way.outputs[place_of(value)]) for value in results_of(target))
-                if not all(self._is_view_of(v, r) for v, r in rows if isinstance(r, Rows)):
+                if not all(self._rows_are_view(v, r) for v, r in rows if isinstance(r, Rows)):
                     continue
-                if not self._expand(run, target, way, own):
+                if not self._expand(run, target, way, counted):
                     continue
                 whole_bytes = self._whole_bytes(run)
                 if whole_bytes < least_bytes:
-                    least_bytes, found = whole_bytes, [run]
-                elif found and whole_bytes == least_bytes:
-                    found.append(run)
-        found.sort(key=lambda run: -int(run.rows))
-        if len(found) < 2:
-            return found[0] if found else None
-        return next((run for run in found if self._counted[run.rows].joins(run)), found[0])
+                    least_bytes, best = whole_bytes, [run]
+                elif best and whole_bytes == least_bytes:
+                    best.append(run)
+        best.sort(key=lambda run: -int(run.rows))
+        if len(best) < 2:
+            return best[0] if best else None
+        return next((run for run in best if self._by_count[run.rows].joins(run)), best[0])
 
     def _bytes_of(self, nodes: Iterable[fx.Node]) -> int:
         table = self._joint.storages
@@ -274,21 +275,21 @@ class _Finder:
         return self._bytes_of(n for n in run.sources if self._is_large(n))
 
     def _counts(self, target: fx.Node) -> list[int]:
-        """Products of dimensions of the large values that an operation reads."""
-        found: dict[int, None] = {}
+        """Return products of adjacent dimensions of the large values that an operation reads."""
+        counts: dict[int, None] = {}
         for node in target.all_input_nodes:
             if self._is_large(node):
                 for shape in (layout.shape for layout in layouts_of(node)):
                     for a, b in itertools.combinations(range(len(shape) + 1), 2):
                         count = product(shape[a:b])
                         if int(count) > 1:
-                            found[count] = None
-        return list(found)
+                            counts[count] = None
+        return list(counts)
 
-    def _expand(self, run: Run, operation: fx.Node, way: Way, own: _Counted) -> bool:
-        """Let ``run`` compute an operation so, and all that is large before it; can it?
+    def _expand(self, run: Run, operation: fx.Node, way: Way, counted: _RowCount) -> bool:
+        """Let ``run`` compute an operation and all large values that it needs; return success.
 
-        ``run`` is changed only where it can.
+        ``run`` is unchanged on failure.
         """
         ways, rows_of = run.ways, run.rows_of
         if len(ways) >= MOST_OPERATIONS:
@@ -301,7 +302,7 @@ class _Finder:
         tensors = self._read[operation]
         ok = len(tensors) == len(way.inputs)
         for value, rows in zip(tensors, way.inputs, strict=False):
-            ok = ok and self._take(run, value, rows, own)
+            ok = ok and self._take(run, value, rows, counted)
         if not ok:
             while len(ways) > ways_before:
                 ways.popitem()
@@ -309,43 +310,41 @@ class _Finder:
                 rows_of.popitem()
         return ok
 
-    def _take(self, run: Run, value: fx.Node, rows: Rows | None, own: _Counted) -> bool:
-        """Let ``run`` read ``value`` in such rows: computed in it where that is large."""
+    def _take(self, run: Run, value: fx.Node, rows: Rows | None, counted: _RowCount) -> bool:
+        """Let ``run`` read these rows of ``value``, computing it if it is large; return success."""
         if value in run.rows_of:
-            known = run.rows_of[value]
-            return known is rows or known == rows
+            existing = run.rows_of[value]
+            return existing is rows or existing == rows
         if rows is not None:
-            if self._reads_large(value) and self._compute(run, value, rows, own):
+            if self._reads_large(value) and self._compute(run, value, rows, counted):
                 return True
-            if not self._is_view_of(value, rows):
+            if not self._rows_are_view(value, rows):
                 return False
         run.rows_of[value] = rows
         return True
 
     def _reads_large(self, value: fx.Node) -> bool:
-        """Whether a value is large, or computed from one that is."""
-        if value not in self._near:
+        """Return whether a value is large, or computed from one that is."""
+        if value not in self._reads_large_cache:
             near = (value, *operation_of(value).all_input_nodes)
-            self._near[value] = value in self._made and any(map(self._is_large, near))
-        return self._near[value]
+            self._reads_large_cache[value] = value in self._made and any(map(self._is_large, near))
+        return self._reads_large_cache[value]
 
-    def _is_view_of(self, value: fx.Node, rows: Rows) -> bool:
-        """Whether rows of a value are a view of it."""
-        known = self._views.setdefault(value, {})
-        if rows not in known:
-            known[rows] = _can_be_taken(value, rows)
-        return known[rows]
+    def _rows_are_view(self, value: fx.Node, rows: Rows) -> bool:
+        """Return whether rows of a value are a view of it."""
+        cache = self._views.setdefault(value, {})
+        if rows not in cache:
+            cache[rows] = _are_rows_a_view(value, rows)
+        return cache[rows]
 
     def _may_run_again(self, operation: fx.Node) -> bool:
-        """Whether it can run later once more: it draws nothing, and reads nothing that the forward
-        writes to.
-        """
+        """Return whether an operation may be repeated: it draws nothing, reads no mutated input."""
         reads = operation.all_input_nodes
         draws = torch_compat.draws_random_numbers(operation)
         return not draws and self._joint.mutated.isdisjoint(reads)
 
-    def _compute(self, run: Run, value: fx.Node, rows: Rows, own: _Counted) -> bool:
-        """Let ``run`` compute ``value`` in such rows."""
+    def _compute(self, run: Run, value: fx.Node, rows: Rows, counted: _RowCount) -> bool:
+        """Let ``run`` compute ``value`` in these rows; return success."""
         if value not in self._made_by:
             self._made_by[value] = operation_of(value), place_of(value)
         operation, index = self._made_by[value]
@@ -355,25 +354,25 @@ class _Finder:
                 return False
             run.rows_of[value] = rows
             return True
-        if value not in own.giving:
-            own.giving[value] = self._giving(operation, index, own)
-        for way in own.giving[value].get(rows, ()):
-            if self._expand(run, operation, way, own):
+        if value not in counted.giving:
+            counted.giving[value] = self._giving(operation, index, counted)
+        for way in counted.giving[value].get(rows, ()):
+            if self._expand(run, operation, way, counted):
                 run.rows_of[value] = rows
                 return True
         return False
 
-    def _giving(self, operation: fx.Node, index: int, own: _Counted) -> dict[Rows, list[Way]]:
-        """Ways in which a run computes an operation, by the rows in which they give a value."""
-        found: dict[Rows, list[Way]] = {}
-        for way in self._all_ways(operation, own) if self._may_run_again(operation) else ():
+    def _giving(self, operation: fx.Node, index: int, counted: _RowCount) -> dict[Rows, list[Way]]:
+        """Return ways in which a run may compute an operation, by the rows of one of its values."""
+        by_rows: dict[Rows, list[Way]] = {}
+        for way in self._all_ways(operation, counted) if self._may_run_again(operation) else ():
             given = way.outputs[index]
             if isinstance(given, Rows) and Result.SUM not in way.outputs:
-                found.setdefault(given, []).append(way)
-        return found
+                by_rows.setdefault(given, []).append(way)
+        return by_rows
 
     def _grouped(self, runs: list[Run]) -> list[Run]:
-        """Runs that compute the same values in the same rows, as one where none needs another."""
+        """Join runs that compute the same values in the same rows, if none depends on another."""
         order = Order(self._made, runs, self._order)
         groups: list[Run] = []
         computing: dict[fx.Node, list[int]] = {}  # places of groups, by each operation in them
@@ -384,15 +383,15 @@ class _Finder:
                 joined = len(groups)
                 groups.append(run)
             for operation in run.ways:
-                own = computing.setdefault(operation, [])
-                if joined not in own:
-                    own.append(joined)
+                places = computing.setdefault(operation, [])
+                if joined not in places:
+                    places.append(joined)
         return groups
 
     def _join(self, groups: list[Run], place: int, run: Run, order: Order) -> bool:
-        """Let a group compute what ``run`` does as well; can it?"""
+        """Let a group also compute what ``run`` does; return success."""
         group = groups[place]
-        if len({own.targets[0] in self._backward for own in (group, run)}) > 1:
+        if len({each.targets[0] in self._backward for each in (group, run)}) > 1:
             return False
         both = group.joined(run)
         if both is None:
@@ -406,12 +405,11 @@ class _Finder:
 
 
 def results_of(node: fx.Node) -> list[fx.Node]:
-    """The values that an operation returns and somebody reads."""
+    """Return the values that an operation returns and that are read."""
     return values_of(node) or [node]
 
 
-def _can_be_taken(value: fx.Node, rows: Rows) -> bool:
-    """Whether rows of a value are a view of it."""
+def _are_rows_a_view(value: fx.Node, rows: Rows) -> bool:
     (layout,) = layouts_of(value)
     return all(
         layout.stride[i] == product((layout.stride[i + 1], layout.shape[i + 1]))
@@ -420,5 +418,5 @@ def _can_be_taken(value: fx.Node, rows: Rows) -> bool:
 
 
 def is_sum_of_products(node: fx.Node, way: Way) -> bool:
-    """Whether an operation is the sum over the parts of products, which are added up in place."""
+    """Return whether an operation is a sum over parts of products, which are added up in place."""
     return node.target is torch.ops.aten.mm.default and way.outputs == (Result.SUM,)
