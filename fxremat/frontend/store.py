@@ -23,6 +23,7 @@ from fxremat.costs.devices import Device
 from fxremat.ir import Origin
 from fxremat.ir.recorded import Facts
 from fxremat.passes.joint.digest import Digests
+from fxremat.passes.pipeline import added_passes
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import Caller, ContextBytes
 from fxremat.planner.search import DEFAULT_GENERATORS
@@ -163,6 +164,9 @@ def origin_of_costs(
     settings = {"executor": executor, **measuring_settings()}
     if device.type != "cpu":
         del settings[THREADS]
+    added = added_passes()
+    if added:
+        settings["passes"] = ", ".join(added)
     return Origin(
         operations=digests.operations,
         code=digests.code,
