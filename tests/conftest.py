@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 os.environ["FXREMAT_CACHE"] = "0"  # the user's folder is not for tests
+os.environ.setdefault("FXREMAT_CHECK", "1")  # each pass keeps its contract
 
 from tests.examples import register_profiles
 

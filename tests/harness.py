@@ -23,14 +23,15 @@ from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import Measured, measure_line, stage_blocks
 from fxremat.costs.options import Options, find_options
 from fxremat.ir import Backward, Decision, Forward, Keep, Schedule, StageSeconds, Tensors
+from fxremat.passes.contract import PassConfig
 from fxremat.passes.emit.code import Emitted
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
-from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.settle import settle
+from fxremat.passes.pipeline import run_passes
 from fxremat.passes.stages.block import BlockCache
-from fxremat.passes.stages.linearize import Line, linearize
+from fxremat.passes.stages.linearize import Line
+from fxremat.passes.step_graph import StepGraph
 from fxremat.planner import bases, candidates
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of
@@ -73,7 +74,9 @@ class Captured:
 
     @functools.cached_property
     def line(self) -> Line:
-        return linearize(self.joint)
+        joint = self.joint
+        graph = StepGraph(joint.module, self.output_count, (*self.mutated,), joint.sizes, joint)
+        return run_passes(graph, config=PassConfig(), first="linearize").line
 
     @functools.cached_property
     def measured(self) -> Measured:
@@ -214,13 +217,10 @@ def capture(
 
 
 def _keep(traced: fx.GraphModule, output_count: int, real: dict[int, Tensor]) -> Captured:
-    mutated = torch_compat.mutated_primals(traced)
-    settled, sizes = settle(traced)
-    joint = build_joint_graph(
-        settled, forward_output_count=output_count, mutated_primals=mutated, sizes=sizes
-    )
-    primals = [real.get(i, n.meta["val"]) for i, n in enumerate(joint.primals)]
-    return Captured(traced, output_count, mutated, primals, real, joint)
+    graph = StepGraph.captured(traced, forward_output_count=output_count)
+    graph = run_passes(graph, config=PassConfig(), before="split")
+    primals = [real.get(i, n.meta["val"]) for i, n in enumerate(graph.joint.primals)]
+    return Captured(traced, output_count, [*graph.mutated_primals], primals, real, graph.joint)
 
 
 def _values(traced: fx.GraphModule, inputs: Sequence[Any]) -> dict[int, Tensor]:

@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 import fxremat
+from fxremat.passes import pipeline
+from fxremat.passes.contract import PassConfig
+from fxremat.passes.pipeline import PASSES, run_passes
+from fxremat.passes.step_graph import StepGraph
 from fxremat.planner.search import GENERATORS_BY_NAME
+from tests.harness import capture
 from tests.models.bits import bitwise_equal
 from tests.test_docs import ROOT, python_of
 
@@ -20,10 +25,12 @@ CODE = [text for text in python_of(ROOT / "docs" / "extending.md") if "import" i
 def shown() -> Any:
     """All names that the page's blocks define."""
     names: dict[str, Any] = {}
+    passes = [*PASSES]
     for text in CODE:
         exec(compile(text, "extending.md", "exec"), names)
     yield names
     GENERATORS_BY_NAME.pop("every_other", None)  # type: ignore[attr-defined]
+    PASSES[:] = passes
 
 
 class Alike(nn.Module):
@@ -59,6 +66,38 @@ def test_an_own_operation_is_planned(shown: dict[str, Any]) -> None:
     model.zero_grad()
     torch.compile(model, backend="aot_eager")(x).backward()
     assert all(bitwise_equal(a, p.grad) for a, p in zip(found, model.parameters(), strict=True))
+
+
+def test_an_own_pass_runs_and_keeps_all_bits(shown: dict[str, Any]) -> None:
+    assert pipeline.added_passes() == ("drop transposes",)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    step = capture(model, (x,))
+    graph = StepGraph.captured(step.traced, forward_output_count=step.output_count)
+    without = run_passes(graph, config=PassConfig(), before="drop transposes")
+    made = run_passes(without, config=PassConfig(), first="drop transposes")
+    is_twice = shown["is_twice"]
+    assert any(map(is_twice, without.nodes)) and not any(map(is_twice, made.nodes))
+    compiled = fxremat.compile(model, x, "min")
+    compiled(x).square().mean().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager")(x).square().mean().backward()
+    assert all(bitwise_equal(a, p.grad) for a, p in zip(found, model.parameters(), strict=True))
+
+
+def test_a_plan_without_an_own_pass_is_refused(shown: dict[str, Any]) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    plan = fxremat.plan(model, x, "min")
+    assert ("passes", "'drop transposes'") in plan.origin.settings
+    fxremat.compile(model, x, plan=plan)
+    added = [own for own in PASSES if own.name == "drop transposes"]
+    PASSES.remove(added[0])
+    try:
+        with pytest.raises(fxremat.PlanError, match="setting passes"):
+            fxremat.compile(model, x, plan=plan)
+    finally:
+        pipeline.add_pass(added[0], after="build")
 
 
 def test_an_own_generator_is_planned_by(shown: dict[str, Any]) -> None:

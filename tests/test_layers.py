@@ -24,6 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("passes/joint",),
     ("passes/stages",),
     ("passes/emit", "passes/fuse", "passes/split"),
+    ("passes",),
     ("costs",),
     ("planner",),
     ("cache", "capture"),

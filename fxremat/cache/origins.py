@@ -20,6 +20,7 @@ from fxremat.costs.devices import Device
 from fxremat.ir import Origin
 from fxremat.ir.recorded import Facts
 from fxremat.passes.joint.digest import Digests
+from fxremat.passes.pipeline import added_passes
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import Caller, ContextBytes
 from fxremat.planner.effort import DEFAULT_GENERATORS
@@ -38,6 +39,9 @@ def origin_of_costs(
         target: the device that costs are estimated for; ``None``: they are measured on ``device``.
     """
     settings = {"executor": executor, **measuring_settings()}
+    added = added_passes()
+    if added:
+        settings["passes"] = ", ".join(added)
     if device.type != "cpu":
         del settings[THREADS]
     return Origin(

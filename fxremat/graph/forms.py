@@ -13,7 +13,6 @@ from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.split.beside import parts_of
 from fxremat.passes.split.losses import has_losses
 from fxremat.passes.split.parts import Parts
-from fxremat.passes.split.runs import Large
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.candidates import Candidate
@@ -147,11 +146,6 @@ def aimed(
     beside = form.beside or (beside and has_losses(search.measured.line.joint))
     peak = tuple(sorted(names))
     return replace(form, exact=exact, beside=beside, peak=peak, peak_bytes=part_bytes)
-
-
-def large_in(form: Form) -> Large:
-    """What is computed in parts in a form."""
-    return Large(form.parts_bytes or MOST_BYTES, frozenset(form.peak), form.peak_bytes)
 
 
 def way_of(line: Line) -> tuple[bool, int, frozenset[str]]:

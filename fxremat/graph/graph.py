@@ -22,34 +22,29 @@ from fxremat.costs.layouts import KernelLayouts
 from fxremat.costs.roofline import aside_bytes, estimate_line
 from fxremat.costs.scaled import ScaledCosts, with_workspaces
 from fxremat.costs.tuning import tune_kernels
-from fxremat.errors import ArgumentError, CaptureError, CostError, PlanError
+from fxremat.errors import CaptureError, CostError, PlanError
 from fxremat.graph.calls import Calls
 from fxremat.graph.dimensions import Dimension, dimensions_of
 from fxremat.graph.feedback import Feedback
-from fxremat.graph.forms import NO_OPTIONS, FurtherForms, PlanOptions, large_in, room_bytes, way_of
+from fxremat.graph.forms import NO_OPTIONS, FurtherForms, PlanOptions, room_bytes, way_of
 from fxremat.graph.memory_record import roles_of
 from fxremat.graph.signature import Signature
 from fxremat.graph.spending import Spending
 from fxremat.graph.variant import Variant
 from fxremat.ir import TRACED, Form, MeasuredLink, Origin, RecordedCosts
+from fxremat.passes.contract import PassConfig
 from fxremat.passes.emit.rewrite import BlockModules
-from fxremat.passes.fuse.again import computed_twice
-from fxremat.passes.fuse.layout import with_channels_last
-from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.fuse.unit import Units
-from fxremat.passes.joint.build import build_joint_graph, rebuilt
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
-from fxremat.passes.joint.layouts import as_kernels_leave
-from fxremat.passes.joint.settle import place, settle
 from fxremat.passes.joint.sizes import Values
-from fxremat.passes.joint.user_kernels import with_launches
+from fxremat.passes.pipeline import run_passes
 from fxremat.passes.split.beside import parts_of
 from fxremat.passes.split.parts import Changed, Parts
-from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.run import Looks
 from fxremat.passes.stages.block import BlockCache
-from fxremat.passes.stages.linearize import Line, linearize
+from fxremat.passes.stages.linearize import Line
+from fxremat.passes.step_graph import StepGraph
 from fxremat.planner.candidates import Candidate
 from fxremat.planner.context import StepContext
 from fxremat.planner.context_bytes import (
@@ -138,33 +133,33 @@ class Graph:
     ) -> None:
         self.measuring_bytes = 0
         joint = module
-        module = with_launches(module)
-        if not fused and target is None:  # else Inductor lays them, or nothing is run
-            layouts = KernelLayouts(cost_cache())
-            module = as_kernels_leave(module, layouts.left)
-            self.measuring_bytes = layouts.measuring_bytes
-        self._module, self.sizes = settle(module)
-        if fused:
-            self._module = with_channels_last(self._module)
-        if target is not None and target.kind != "cpu":  # where it was traced
-            place(self._module, torch.device(target.kind))
+        self._expected: dict[str, Expected] = {}
+        self._target = target
+        self._units = Units() if fused else None
+        self.progress = progress
+        layouts = KernelLayouts(cost_cache())
+        self._graph = run_passes(
+            StepGraph.captured(module, forward_output_count=forward_output_count),
+            config=replace(self._pass_config(TRACED), left=layouts.left),
+            before="build",
+        )
+        self._note_measuring(layouts.measuring_bytes)
+        self._module, self.sizes = self._graph.module, self._graph.sizes
         primals = self._module.graph.find_nodes(op="placeholder")
         self.places = places or {}
         self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, self.places)
-        self.inputs, self.caller, self.progress, self.peers = inputs, caller, progress, peers
+        self.inputs, self.caller, self.peers = inputs, caller, peers
         self.roles = roles or roles_of(inputs, caller.resident, self.places)
         self.optimizer_bytes = sum(caller.held_bytes)
         self.model, self._from_data = model, from_data
         self._refused: set[str] = set()
         self.costs = costs
         self.store = store or Store(None)
-        self._output_count = forward_output_count
-        self._mutated = torch_compat.mutated_primals(self._module)
         self._digests = digest(
-            self._module, forward_output_count=forward_output_count, mutated_primals=self._mutated
+            self._module,
+            forward_output_count=forward_output_count,
+            mutated_primals=self._graph.mutated_primals,
         )
-        self._target = target
-        self._units = Units() if fused else None
         if self.has_collectives and peers is None:
             raise CaptureError(
                 "this step waits for other processes, which must follow the same plan: give "
@@ -173,7 +168,6 @@ class Graph:
             )
         self.late_bytes = self._more_bytes = 0
         self._variants: list[Variant] = []
-        self._expected: dict[str, Expected] = {}
         self._resized: dict[tuple[Values, Form, bool], Variant] = {}
         self.signature = Signature.of(joint, self.placeholders, output_count=forward_output_count)
         self.options = options
@@ -329,44 +323,41 @@ class Graph:
         """The step's graph in stages, its operations computed in a form; as it was traced where
         the search for that is out of ``looks``.
         """
-        exact = form.exact or form.has_parts
-        joint = self._as_traced
-        if not (exact and form.shared):
-            joint = self._built(exact=exact, shared=form.shared)
-        if form.has_parts:
-            other = self._other_bits if form.exact else None
-            found = split(
-                joint,
-                large_in(form),
-                other,
-                beside=form.beside,
-                expected=self._expected,
-                looks=looks or Looks(),
-            )
-            if found is None and self._variants and self._variants[0].form == TRACED:
-                return self._variants[0].blocks.line
-            joint = rebuilt(joint, found) if found else joint
-        line = linearize(joint)
-        return line if self._units is None else self._fused(line, self._units)
+        config = self._pass_config(form, looks=looks)
+        is_traced = config.is_exact and form.shared
+        graph = self._as_traced if is_traced else self._built(config)
+        parted = run_passes(graph, config=config, first="split", before="linearize")
+        if form.has_parts and parted is graph and self._variants:
+            traced = self._variants[0]
+            if traced.form == TRACED:
+                return traced.blocks.line
+        return run_passes(parted, config=config, first="linearize").line
 
     @functools.cached_property
-    def _as_traced(self) -> JointGraph:
+    def _as_traced(self) -> StepGraph:
         """The step's graph, of which no pass changes a node."""
-        return self._built(exact=True)
+        return self._built(self._pass_config(TRACED))
 
-    def _built(self, *, exact: bool, shared: bool = True) -> JointGraph:
+    def _built(self, config: PassConfig) -> StepGraph:
         masks = CausalMasks(cost_cache())
-        joint = build_joint_graph(
-            self._module,
-            forward_output_count=self._output_count,
-            mutated_primals=self._mutated,
-            exact=exact,
-            shared=shared,
-            sizes=self.sizes,
-            can_replace=masks.can_replace if self._target is None else None,
-        )
+        if self._target is None:
+            config = replace(config, can_replace=masks.can_replace)
+        graph = run_passes(self._graph, config=config, first="build", before="split")
         self._note_measuring(masks.measuring_bytes)
-        return joint
+        return graph
+
+    def _pass_config(self, form: Form, *, looks: Looks | None = None) -> PassConfig:
+        """Return what passes are given besides the graph."""
+        return PassConfig(
+            form=form,
+            units=self._units,
+            target=None if self._target is None else torch.device(self._target.kind),
+            other_bits=self._other_bits,
+            expected=self._expected,
+            looks=looks or Looks(),
+            progress=self.progress,
+            note=self._note_measuring,
+        )
 
     def _other_bits(self, parts: Parts, given: Sequence[torch.Tensor]) -> Changed:
         """What differs where a run is computed in parts.
@@ -380,26 +371,6 @@ class Graph:
             return Changed() if parts.certain else every
         sizes = tuple(parts.hints.values())
         return other_bits(parts, given, sizes, cache=cost_cache(), note=self._note_measuring)
-
-    def _fused(self, line: Line, units: Units) -> Line:
-        """``line`` with units, their kernels made.
-
-        Raises:
-            ArgumentError: there is no compiler.
-        """
-        missing = torch_compat.missing_compiler(self.device)
-        if missing is not None:
-            raise ArgumentError(
-                f"executor='inductor' makes kernels for {self.device.type}, but {missing}: install "
-                "one, or use executor='eager'",
-                argument="executor",
-                value="inductor",
-            )
-        line = linearize(rebuilt(line.joint, computed_twice(line)))
-        module = fuse(line, units)
-        if self._target is None:
-            units.compile(self.progress, note=self._note_measuring)
-        return linearize(rebuilt(line.joint, module))
 
     def take(self, line: Line, form: Form, *, costs: RecordedCosts | None = None) -> Variant:
         """Let ``line``, of a form, be a further variant, at ``costs`` or what is measured."""

@@ -86,8 +86,8 @@ def build_joint_graph(
     _gather_operations(graph)
     forward = frozenset(traced.forward)
     rng.record_states(graph, [node for node in graph.nodes if node in forward])
+    _lint(graph)
     joint = _classify(owner, forward_output_count, mutated_primals)
-    graph.lint()
     _verify(joint)
     return replace(joint, sizes=sizes or Sizes())
 
@@ -99,9 +99,9 @@ def rebuilt(joint: JointGraph, module: fx.GraphModule) -> JointGraph:
         GraphError: the graph is not what :func:`build_joint_graph` ensures.
     """
     _gather_operations(module.graph)
+    _lint(module.graph)
     mutated = [i for i, primal in enumerate(joint.primals) if primal in joint.mutated]
     made = _classify(module, len(joint.forward_outputs), mutated)
-    module.graph.lint()
     _verify(made)
     return replace(made, sizes=joint.sizes)
 
@@ -309,6 +309,13 @@ def _backward_nodes(
             dependent.add(node)
             backward.add(node)
     return backward
+
+
+def _lint(graph: fx.Graph) -> None:
+    try:
+        graph.lint()
+    except RuntimeError as error:  # it names the node
+        raise GraphError(str(error)) from error
 
 
 def _verify(joint: JointGraph) -> None:

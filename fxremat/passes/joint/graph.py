@@ -201,6 +201,14 @@ def fake_result(call: tuple[Any, Any, Any], mode: Any) -> Any:
         return target(*fx.node.map_arg(args, value_of), **fx.node.map_arg(kwargs, value_of))
 
 
+def copy_of(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of ``graph`` whose nodes have the same names and metadata."""
+    made = fx.Graph()
+    made.output(made.graph_copy(graph, {}))
+    made.output_node().meta = dict(graph.output_node().meta)
+    return made
+
+
 def replace_tensors(graph: fx.Graph, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Let ``place`` of it take the place of each tensor that a node of ``graph`` returns."""
     for node in graph.nodes:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.graph import copy_origin, fake_result, tensors_of
+from fxremat.passes.joint.graph import copy_of, copy_origin, fake_result, tensors_of
 from fxremat.passes.joint.sizes import Layout
 
 aten = torch.ops.aten
@@ -35,9 +35,7 @@ def as_kernels_leave(module: fx.GraphModule, left: Left) -> fx.GraphModule:
     Ensures: inputs lie as they did; views share storages as before. It is ``module`` itself where
         all lie as traced, or where the operations cannot be traced again.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    graph.output_node().meta = dict(module.graph.output_node().meta)
+    graph = copy_of(module.graph)
     given = graph.find_nodes(op="placeholder")
     mode = torch_compat.fake_mode_of(t for n in given for t in tensors_of(n))
     moved: set[fx.Node] = set()

@@ -43,6 +43,11 @@ def is_draw(node: fx.Node) -> bool:
     return node.target is rng.draw
 
 
+def operation_of_draw(node: fx.Node) -> Any:
+    """Return the random operation that a node runs, with or without a recorded state."""
+    return node.args[2] if is_draw(node) else node.target
+
+
 def draws(node: fx.Node) -> bool:
     """Whether running ``node`` for the first time advances a generator."""
     return is_draw(node) or torch_compat.draws_random_numbers(node)

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, SizesError
-from fxremat.passes.joint.graph import replace_tensors
+from fxremat.passes.joint.graph import copy_of, replace_tensors
 from fxremat.passes.joint.sizes import (
     LAYOUTS,
     PREFIX,
@@ -59,10 +59,10 @@ def settle(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
     return torch_compat.graph_module(module, graph), settler.sizes(primals)
 
 
-def place(module: fx.GraphModule, device: torch.device) -> None:
-    """Let the tensors of a settled graph lie on ``device``; the graph is changed.
+def placed_on(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """Return a copy of a graph without symbols whose dense tensors are on ``device``.
 
-    Views share storages as before.
+    Ensures: views share storages as before.
     """
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,9 @@ def place(module: fx.GraphModule, device: torch.device) -> None:
             tensor, storage, own.shape, own.stride, own.offset, device=device
         )
 
-    replace_tensors(module.graph, placed)
+    graph = copy_of(module.graph)
+    replace_tensors(graph, placed)
+    return torch_compat.graph_module(module, graph)
 
 
 def _symbols(*numbers: int | torch.SymInt) -> set[Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.graph import is_tensor, tensors_of, values_of
+from fxremat.passes.joint.graph import copy_of, is_tensor, tensors_of, values_of
 from fxremat.passes.joint.sizes import layouts_of
 from fxremat.runtime.user_kernels import Launch, launch_of
 
@@ -38,9 +38,7 @@ def with_launches(module: fx.GraphModule) -> fx.GraphModule:
     """
     if not any(map(torch_compat.user_launch, module.graph.nodes)):
         return module
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    graph.output_node().meta = dict(module.graph.output_node().meta)
+    graph = copy_of(module.graph)
     for node in list(graph.nodes):
         traced = torch_compat.user_launch(node)
         if traced is not None:

@@ -1,0 +1,118 @@
+"""What a pass is: a function of one signature, and the contract that it keeps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from fxremat.errors import FxrematError
+from fxremat.ir import TRACED, Form
+from fxremat.passes.fuse.unit import Units
+from fxremat.passes.joint.layouts import Left
+from fxremat.passes.joint.masks import CanReplace
+from fxremat.passes.split.rewrite import OtherBits
+from fxremat.passes.split.run import Looks
+from fxremat.passes.step_graph import StepGraph
+from fxremat.progress import Progress, silent
+from fxremat.runtime.expected import Expected
+
+
+def _note_nothing(_nbytes: int) -> None:
+    """Drop the number of bytes that measuring has held."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassConfig:
+    """What passes are given besides the graph.
+
+    Attributes:
+        form: how the operations of the step are to be computed.
+        units: the table that new units are added to; ``None``: operations run as torch runs them.
+        target: the device that the step is estimated for, where none is present: nothing is run.
+        left: returns how the kernel of an operation leaves its results; ``None``: as traced.
+        can_replace: whether ``is_causal`` can replace a mask of attention; ``None``: no mask is
+            replaced.
+        other_bits: returns which bits differ where a run is computed in parts, all of them for a
+            run that was refused. Only asked where ``form`` keeps bits.
+        expected: gradients that losses in parts are computed with, by name; new ones are added.
+        looks: how often the search for runs may look at operations.
+        progress: reports how many kernels are made.
+        note: called with the most bytes that a measurement held at once.
+    """
+
+    form: Form = TRACED
+    units: Units | None = None
+    target: torch.device | None = None
+    left: Left | None = None
+    can_replace: CanReplace | None = None
+    other_bits: OtherBits | None = None
+    expected: dict[str, Expected] = field(default_factory=dict)
+    looks: Looks = field(default_factory=Looks)
+    progress: Progress = silent
+    note: Callable[[int], object] = _note_nothing
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the whole graph has the bits that it has as traced; parts may round otherwise."""
+        return self.form.exact or self.form.has_parts
+
+
+class Run(Protocol):
+    """The signature of a pass. The first line of the docstring says what the pass does."""
+
+    def __call__(self, graph: StepGraph, *, config: PassConfig) -> StepGraph:
+        """Return ``graph`` as the pass leaves it; ``graph`` and its nodes are not changed."""
+
+
+Violation = tuple[fx.Node, str]
+"""A node that violates a condition, and what is wrong with it: ``"reads a transpose"``."""
+
+
+class Condition(Protocol):
+    """A condition on a graph. The first line of the docstring states it."""
+
+    def __call__(
+        self, graph: StepGraph, *, before: StepGraph, config: PassConfig
+    ) -> Iterable[Violation]:
+        """Return what violates the condition in ``graph``, which a pass made of ``before``.
+
+        Where the condition is required of the graph that a pass is given, both are that graph.
+        """
+
+
+def always(_config: PassConfig) -> bool:
+    """Always."""
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass and its contract.
+
+    Attributes:
+        name: in errors, and in the list of passes.
+        run: the function.
+        requires: conditions on the graph that it is given.
+        ensures: conditions on the graph that it returns, besides those that hold between any two
+            passes (:data:`fxremat.passes.check.INVARIANTS`).
+        raises: errors that it may raise, and when.
+        when: whether it runs; the first line of the docstring says when.
+    """
+
+    name: str
+    run: Run
+    requires: tuple[Condition, ...] = ()
+    ensures: tuple[Condition, ...] = ()
+    raises: Mapping[type[FxrematError], str] = field(default_factory=dict)
+    when: Callable[[PassConfig], bool] = always
+
+
+def statement_of(described: object) -> str:
+    """Return the first line of a docstring, without its full stop."""
+    text = inspect.getdoc(described) or ""
+    return text.partition("\n")[0].removesuffix(".")

@@ -1,0 +1,346 @@
+"""The passes between a captured graph and its stages, as one list.
+
+Each pass is listed with its contract; ``python -m fxremat.passes`` prints them, and
+:func:`add_pass` adds one. Passes before ``build`` run once for a captured graph, those from
+``build`` on once for each form of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fxremat import torch_compat
+from fxremat.errors import ArgumentError, CaptureError, GraphError, SizesError, refuse
+from fxremat.ir import Form
+from fxremat.passes import check
+from fxremat.passes.conditions import (
+    backwards_have_what_they_read,
+    draws_are_recorded,
+    launches_are_operations,
+    nothing_crosses_the_loss_point,
+    nothing_is_dead,
+    nothing_is_detached,
+    operations_are_classified,
+    results_lie_as_before,
+    sizes_are_numbers,
+    stages_hold_operations,
+    stages_run_in_order,
+    tensors_are_on_target,
+    values_follow,
+)
+from fxremat.passes.contract import Pass, PassConfig, always, statement_of
+from fxremat.passes.fuse.again import computed_twice
+from fxremat.passes.fuse.layout import with_channels_last
+from fxremat.passes.fuse.rewrite import fuse
+from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.layouts import as_kernels_leave
+from fxremat.passes.joint.settle import placed_on, settle
+from fxremat.passes.joint.user_kernels import with_launches
+from fxremat.passes.split.rewrite import split
+from fxremat.passes.split.runs import Large
+from fxremat.passes.stages.linearize import linearize
+from fxremat.passes.step_graph import StepGraph
+
+UNLIMITED_BYTES = 1 << 60
+"""More than any value takes."""
+
+
+def runs_eagerly(config: PassConfig) -> bool:
+    """Where operations run as torch runs them, on a device that is present."""
+    return config.left is not None and config.units is None and config.target is None
+
+
+def has_units(config: PassConfig) -> bool:
+    """Where operations are compiled as units."""
+    return config.units is not None
+
+
+def has_other_device(config: PassConfig) -> bool:
+    """Where the step is estimated for a device that is not a CPU, where it was traced."""
+    return config.target is not None and config.target.type != "cpu"
+
+
+def has_parts(config: PassConfig) -> bool:
+    """Where the form has values that are computed in parts."""
+    return config.form.has_parts
+
+
+def _take_launches(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Turn launches of Triton kernels of the user into operations that have the kernel's name."""
+    module = with_launches(graph.module)
+    return graph if module is graph.module else graph.changed(module)
+
+
+def _lay_as_kernels(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Give each tensor the layout in which its kernel really leaves it."""
+    assert config.left is not None
+    module = as_kernels_leave(graph.module, config.left)
+    return graph if module is graph.module else graph.changed(module)
+
+
+def _fix_sizes(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Replace sizes that are symbols by numbers, which still know their expression."""
+    module, sizes = settle(graph.module)
+    return graph if module is graph.module else graph.changed(module, sizes=sizes)
+
+
+def _lay_channels_last(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Lay the tensors of convolutions with channels last where Inductor would."""
+    module = with_channels_last(graph.module)
+    return graph if module is graph.module else graph.changed(module)
+
+
+def _place(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Move all tensors to the device that the step is estimated for."""
+    assert config.target is not None
+    return graph.changed(placed_on(graph.module, config.target))
+
+
+def _build(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Normalize the graph, and classify its operations as forward and backward."""
+    joint = build_joint_graph(
+        graph.module,
+        forward_output_count=graph.forward_output_count,
+        mutated_primals=graph.mutated_primals,
+        exact=config.is_exact,
+        shared=config.form.shared,
+        sizes=graph.sizes,
+        can_replace=config.can_replace,
+    )
+    return graph.as_joint(joint)
+
+
+def _split(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Compute runs of operations some rows at a time where their values are large."""
+    form = config.form
+    module = split(
+        graph.joint,
+        large_in(form),
+        config.other_bits if form.exact else None,
+        beside=form.beside,
+        expected=config.expected,
+        looks=config.looks,
+    )
+    return graph if module is None else graph.changed(module)
+
+
+def large_in(form: Form) -> Large:
+    """Return which values a form computes in parts."""
+    return Large(form.parts_bytes or UNLIMITED_BYTES, frozenset(form.peak), form.peak_bytes)
+
+
+def _linearize(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Cut the forward into stages; each backward operation belongs to one of them."""
+    return graph.as_line(linearize(graph.joint))
+
+
+def _write_twice(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Let backwards compute values that one of their kernels can write on the way."""
+    return graph.changed(computed_twice(graph.line))
+
+
+def _fuse(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Replace operations of a stage by units, which Inductor compiles as one."""
+    assert config.units is not None
+    device = graph.joint.device
+    missing = torch_compat.missing_compiler(device)
+    if missing is not None:
+        raise ArgumentError(
+            f"executor='inductor' makes kernels for {device.type}, but {missing}: install one, or "
+            "use executor='eager'",
+            argument="executor",
+            value="inductor",
+        )
+    module = fuse(graph.line, config.units)
+    if config.target is None:
+        config.units.compile(config.progress, note=config.note)
+    return graph.changed(module)
+
+
+_BUILD = Pass(
+    "build",
+    _build,
+    requires=(sizes_are_numbers, launches_are_operations),
+    ensures=(nothing_is_detached, nothing_is_dead, values_follow, draws_are_recorded),
+    raises={
+        CaptureError: "an operation runs a graph of its own, waits for other processes in a way "
+        "that cannot be measured, or returns a sparse tensor",
+        SizesError: "a size is still a symbol",
+        GraphError: "the graph is not what AOTAutograd promises: an operation writes into its "
+        "arguments, or a value was not traced",
+    },
+)
+_LINEARIZE = Pass(
+    "linearize",
+    _linearize,
+    requires=(operations_are_classified,),
+    ensures=(
+        stages_hold_operations,
+        stages_run_in_order,
+        backwards_have_what_they_read,
+        nothing_crosses_the_loss_point,
+    ),
+)
+
+PASSES: list[Pass] = [
+    Pass("launches", _take_launches, ensures=(launches_are_operations,)),
+    Pass("layouts", _lay_as_kernels, when=runs_eagerly),
+    Pass(
+        "sizes",
+        _fix_sizes,
+        ensures=(sizes_are_numbers,),
+        raises={
+            CaptureError: "a size depends on data",
+            SizesError: "a number that is not whole depends on a size in a way that cannot be "
+            "followed, or a symbol is not the size of an input",
+        },
+    ),
+    Pass(
+        "channels last",
+        _lay_channels_last,
+        requires=(sizes_are_numbers,),
+        ensures=(results_lie_as_before,),
+        when=has_units,
+    ),
+    Pass(
+        "place",
+        _place,
+        requires=(sizes_are_numbers,),
+        ensures=(tensors_are_on_target, results_lie_as_before),
+        when=has_other_device,
+    ),
+    _BUILD,
+    Pass(
+        "split",
+        _split,
+        requires=(operations_are_classified,),
+        ensures=(nothing_is_dead, values_follow, results_lie_as_before),
+        when=has_parts,
+    ),
+    _LINEARIZE,
+    Pass(
+        "write twice",
+        _write_twice,
+        requires=(stages_hold_operations,),
+        ensures=(values_follow, results_lie_as_before),
+        when=has_units,
+    ),
+    replace(_LINEARIZE, when=has_units),
+    Pass(
+        "fuse",
+        _fuse,
+        requires=(stages_hold_operations,),
+        ensures=(nothing_is_dead, values_follow, results_lie_as_before),
+        raises={ArgumentError: "no compiler makes kernels for the device"},
+        when=has_units,
+    ),
+    replace(_LINEARIZE, when=has_units),
+]
+"""All passes, in the order in which they run. A name that occurs more than once stands for the
+first of its passes."""
+
+_OURS = tuple(PASSES)
+
+
+def add_pass(own: Pass, *, after: str) -> None:
+    """Add a pass to the list.
+
+    A pass that changes operations goes after ``build`` or ``split``; one that reads stages, and
+    changes nothing, after ``linearize``. Processes that train together must all have it.
+
+    Args:
+        own: the pass. Its name becomes a setting that costs and plans hold for.
+        after: the name of the pass that precedes it.
+
+    Raises:
+        ArgumentError: ``after`` names no pass, or the list has a pass of that name already.
+    """
+    names = [known.name for known in PASSES]
+    if after not in names:
+        refuse("after", after, f"one of {', '.join(dict.fromkeys(names))}")
+    if own.name in names:
+        refuse("name", own.name, "another name than those in fxremat.passes.pipeline.PASSES")
+    PASSES.insert(names.index(after) + 1, own)
+
+
+def added_passes() -> tuple[str, ...]:
+    """Return the names of passes that :func:`add_pass` has added, in the order of the list."""
+    return tuple(own.name for own in PASSES if own not in _OURS)
+
+
+def run_passes(
+    graph: StepGraph, *, config: PassConfig, first: str | None = None, before: str | None = None
+) -> StepGraph:
+    """Run passes of the list, those that ``config`` asks for.
+
+    Args:
+        graph: what the pass before ``first`` returned.
+        config: what passes are given besides the graph.
+        first: name of the first pass that may run; by default that of the list.
+        before: name of the pass before which to stop; by default all passes run.
+
+    Raises:
+        GraphError: a pass refuses its graph, or violates its contract and ``FXREMAT_CHECK=1`` is
+            in the environment. The error names the pass and the node.
+        FxrematError: as the passes raise it.
+    """
+    names = [known.name for known in PASSES]
+    begin = 0 if first is None else names.index(first)
+    end = None if before is None else names.index(before)
+    checks = check.is_wanted()
+    for own in PASSES[begin:end]:
+        if own.when(config):
+            try:
+                if checks:
+                    graph = check.run_checked(own, graph, config=config)
+                else:
+                    graph = own.run(graph, config=config)
+            except GraphError as error:
+                raise GraphError(f"pass {own.name!r}: {error}") from error
+    return graph
+
+
+def passes_page() -> str:
+    """Return the page of the documentation that lists all passes with their contracts."""
+    return "\n".join(_page_lines())
+
+
+def _page_lines() -> Iterator[str]:
+    yield "# Passes"
+    yield ""
+    yield "From a captured graph to its stages, in the order in which they run."
+    yield "`python -m fxremat.passes` prints this page; [Adding to it](extending.md) adds a pass."
+    yield ""
+    yield "With `FXREMAT_CHECK=1` in the environment each pass is checked as it runs. A violated"
+    yield "contract is a `GraphError` that names the pass and the node. Between any two passes:"
+    yield ""
+    yield from (f"* {statement_of(condition)}." for condition in check.INVARIANTS)
+    printed: set[str] = set()
+    for number, own in enumerate(PASSES, 1):
+        yield f"\n## {number}. {own.name}\n"
+        if own.name in printed:
+            yield f"As above.{_when(own)}"
+        else:
+            yield f"{statement_of(own.run)}.{_when(own)}"
+            yield from _contract_lines(own)
+        printed.add(own.name)
+
+
+def _contract_lines(own: Pass) -> Iterator[str]:
+    lines = [
+        *(f"* Requires: {statement_of(condition)}." for condition in own.requires),
+        *(f"* Ensures: {statement_of(condition)}." for condition in own.ensures),
+        *(f"* Raises `{kind.__name__}`: {when}." for kind, when in own.raises.items()),
+    ]
+    if lines:
+        yield ""
+        yield from lines
+
+
+def _when(own: Pass) -> str:
+    """Return the sentence that says when a pass runs; nothing where it always does."""
+    if own.when is always:
+        return ""
+    statement = statement_of(own.when)
+    return f" Runs {statement[0].lower()}{statement[1:]}."
