@@ -128,8 +128,3 @@ def saved_elsewhere() -> bool:
 def in_transform() -> bool:
     """Whether a transform of ``torch.func`` runs, whose tensors have no storage of their own."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def free_saved(ctx: Any) -> None:
-    """In the backward of a function: it holds the tensors that it saved no longer."""
-    ctx.maybe_clear_saved_tensors()
