@@ -178,11 +178,6 @@ class Batches:
     points: tuple[BatchPoint, ...]
 
     @property
-    def curve(self) -> tuple[BatchPoint, ...]:
-        """All points, to draw least bytes and seconds a sample over the sizes."""
-        return self.points
-
-    @property
     def largest(self) -> BatchPoint:
         """The point of the largest size."""
         return self.points[-1]

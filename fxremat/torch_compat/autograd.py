@@ -128,8 +128,3 @@ def saved_elsewhere() -> bool:
 def in_transform() -> bool:
     """Return whether a transform of ``torch.func`` runs, whose tensors have no storage."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def free_saved(ctx: Any) -> None:
-    """Free the tensors that a function has saved, in its backward."""
-    ctx.maybe_clear_saved_tensors()

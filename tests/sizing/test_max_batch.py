@@ -85,11 +85,11 @@ def test_the_sample_itself_need_not_fit():
 
 def test_the_curve_grows_to_the_largest(tmp_path: Path):
     found = batches()
-    sizes = [point.size for point in found.curve]
+    sizes = [point.size for point in found.points]
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == found.largest.size
-    least = [point.least_bytes for point in found.curve]
+    least = [point.least_bytes for point in found.points]
     assert least == sorted(least) and least[-1] <= BUDGET
-    assert all(found.fastest.seconds_a_sample <= p.seconds_a_sample for p in found.curve)
+    assert all(found.fastest.seconds_a_sample <= p.seconds_a_sample for p in found.points)
     assert found.name == "args[0].shape[0]"
     assert str(found.largest.size) in repr(found)
     assert "largest" in found.show()
@@ -100,7 +100,7 @@ def test_the_curve_grows_to_the_largest(tmp_path: Path):
 
 def test_no_size_beyond_most_is_answered():
     found = fxremat.max_batch(Net(), sample(), BUDGET, most=7)
-    assert found.largest.size == found.curve[-1].size == 7
+    assert found.largest.size == found.points[-1].size == 7
 
 
 def test_no_size_that_the_model_refuses_is_answered():
@@ -289,8 +289,8 @@ def test_only_batches_that_the_model_takes_are_answered(
 ) -> None:
     model, budget = make(count, more), 1 << 20
     found = fxremat.max_batch(model, torch.randn(batch, 64), budget)
-    assert all((point.size + more) % count == 0 for point in found.curve)
-    assert len(found.curve) > 4
+    assert all((point.size + more) % count == 0 for point in found.points)
+    assert len(found.points) > 4
     largest = found.largest.size
     call = fxremat.compile(model, torch.randn(largest, 64), budget, dynamic=False)
     assert peak_bytes(model, call, (torch.randn(largest, 64),), torch.sum) <= budget
