@@ -263,7 +263,7 @@ def _plan_of_region(
 ) -> tuple[StepContext, CompiledPlan]:
     """Return the context and the plan of a call of one of several graphs of a step."""
     own = _context_in_region(loop, graph, found)
-    if own.kept_bytes and regions.chooses(loop, graph, own):
+    if own.kept_bytes and regions.will_choose(loop, graph, own):
         gc.collect()  # what nobody can see any more
         own = _context_in_region(loop, graph, find(loop, graph, args, found[0])[0])
     calls, budget = graph.calls, loop.budget
@@ -279,11 +279,11 @@ def _plan_of_region(
             except BudgetError as error:
                 if regions.together:
                     raise
-                if is_planned and regions.grow_to(loop, error.least_budget_bytes):
+                if is_planned and regions.grow_budget(loop, error.least_budget_bytes):
                     compiled = later_plan(graph, context, budget)
                 else:
                     # More is held than in the steps that were watched.
-                    regions.no_room()
+                    regions.give_up_plan()
                     context = regions.unplanned_context(loop, graph, own)
                     compiled = later_plan(graph, context, budget, least=True)
             _announce(loop, graph, compiled, context, several=True)

@@ -121,7 +121,7 @@ def begin(
         cuda_graph.refuse_host_memory(compiled.arena.nbytes)
     count = None
     if several:
-        regions.begin()
+        regions.begin_forward()
     else:
         _watch(loop, graph, compiled, context, number, sizes)
         if calls.counts:
@@ -164,7 +164,7 @@ def end_forward(step: Step, results: list[Any]) -> list[Any]:
     step.keep(saved, [results[i] for i in graph.made_outputs], held_bytes=held_bytes)
     loop.in_flight.add(step)
     if regions.several:
-        regions.left(loop, step)
+        regions.end_forward(loop, step)
     else:
         loop.watcher.left(step)
     results.append(step.token())
@@ -213,7 +213,7 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
     if tangents is not None:
         _note_tangents(loop, regions, graph, tangents)
     if regions.several:
-        regions.done(loop, step)
+        regions.end_backward(loop, step)
         if not calls.trained:
             calls.trained = True
             made = (step.leaves[i] for i in graph.signature.gradients)
@@ -331,7 +331,7 @@ def _check_count(loop: Loop, step: Step, peak_bytes: int | None) -> None:
 def _note_begin(loop: Loop, regions: Regions, graph: Graph, step: Step) -> None:
     """Note what exists when a backward begins that did not when its forward ran."""
     if regions.several:
-        regions.back(loop, step)
+        regions.begin_backward(loop, step)
     context: StepContext = step.context
     watched = loop.watcher.is_watching(step)
     if regions.several and not watched:

@@ -173,7 +173,7 @@ class Loop:
         if excess_bytes(peak_bytes, self.budget.nbytes):
             warn_of_measuring(peak_bytes, self.budget.nbytes)
 
-    def state_bytes_beside(self, parameters: Iterable[torch.Tensor]) -> int:
+    def other_state_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
         """Bytes of optimizer state that is counted, of other tensors of the model than these."""
         model = self.model()
         if model is None:
@@ -223,6 +223,16 @@ class Loop:
             nbytes = sum(size - allocated_bytes(asked, device) for size, asked in blocks)
             self._slack_bytes = max(self._slack_bytes, nbytes)
         return self._slack_bytes
+
+    def free_host_bytes(self, later_bytes: int = 0) -> int | None:
+        """Return the host memory that a call may take; ``None``: no limit.
+
+        Args:
+            later_bytes: what later calls of its step are to take.
+        """
+        if self.host is None or self.host.nbytes is None:
+            return None
+        return max(0, self.host.nbytes - self.host.lent_bytes - later_bytes)
 
     def spread_bytes(self) -> int:
         """Of gradients that exist of tensors that several processes share."""
