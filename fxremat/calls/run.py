@@ -90,7 +90,7 @@ def begin(
         BudgetError: no plan fits; nothing has run.
     """
     calls, several = graph.calls, regions.several
-    loop.called()
+    loop.note_call()
     loop.optimizers.watcher.end()
     if not several:
         loop.watcher.end()
