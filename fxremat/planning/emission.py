@@ -188,16 +188,16 @@ def _completed(
     kept: Callable[[], Evaluation],
     total_s: float,
 ) -> Plan:
-    """``plan``, whose calls take ``total_s``, with what takes long to find."""
+    """Return ``plan``, whose calls take ``total_s``, with what takes long to compute."""
     if bound is not None:
         plan = replace(plan, lower_bound_s=min(bound(), total_s))
-    found = kept()
-    baseline = Outline(found.seconds, found.peaks_bytes, found.turn, found.turn_bytes)
+    own = kept()
+    baseline = Outline(own.seconds, own.peaks_bytes, own.turn, own.turn_bytes)
     return replace(plan, memory=record(), kept=baseline)
 
 
 def _fused(program: Program, values: Values) -> tuple[Fused, ...]:
-    """The units, and runs in parts, that a step calls, as it meets them."""
+    """Return the units and runs in parts that a step calls, in order."""
     targets = (node.target for call in program.calls for node in call.block.nodes)
     count = Counter(target for target in targets if isinstance(target, (Unit, Parts)))
     sizes = program.line.joint.sizes.named(values)
