@@ -28,7 +28,7 @@ def context_fields(
     """Measure the context of a call; return it, and the leaves among the primals, by primal.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         graph: the graph that is called.
         values: of its primals.
         sizes: numbers of its symbols.
@@ -75,7 +75,7 @@ def context_of(loop: Loop, graph: Graph, fields: ContextFields, *, several: bool
     """Return the context of a call, with all feedback of earlier steps.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         graph: that is called.
         fields: measured by :func:`context_fields`.
         several: the step runs several graphs, whose feedback is that of their step.

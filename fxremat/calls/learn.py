@@ -138,7 +138,7 @@ def learn_what_is_held(
     """Learn whether outputs and gradients that a forward began with are held at its backward.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         graph: of the step.
         context: of the forward.
         outputs: whether outputs of earlier steps are held.
@@ -184,7 +184,7 @@ def learn_new_gradients(
     """Learn that gradients exist when a backward begins that did not at its forward.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         graph: of the step.
         context: of the forward.
         new: primals that have such a gradient, and primals of which autograd holds one.
@@ -214,7 +214,7 @@ def learn(
     A step within the budget is never corrected so that no plan would fit.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         graph: of the step.
         context: of its call.
         planned: what it takes by its plan.

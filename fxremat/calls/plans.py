@@ -46,7 +46,7 @@ def plan_at(
     """Return the context of a call, the plan that it follows, and the leaves among its primals.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         regions: of the model.
         graph: the graph that is called.
         args: its primals.

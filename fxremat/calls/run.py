@@ -51,7 +51,7 @@ def plan_first_call(
     """Return the plan of the call that a graph was captured from.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         regions: of the model.
         graph: the graph that was captured.
         inputs: values of its primals, as far as they are real.
@@ -80,7 +80,7 @@ def begin(
     """Begin a call; return its step in flight, and the function that runs its forward.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         regions: of the model.
         graph: the graph that is called.
         args: its primals.
@@ -213,17 +213,21 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
         loop.watcher.after(step)  # what follows is another step's
     if with_loss:
         note_loss_gradient(loop, graph, is_same=again == computed_anew())
-    returned: list[Any] = gradients.finish()
+    made: list[Any] = gradients.finish()
     if step.count is not None:
         check_count(loop, step, step.count.peak_bytes())
     loop.budget.trained = True
     if gradients.asked_for:
-        in_flight.returned(returned)
+        in_flight.returned(made)
+    return _results(step, graph, made)
+
+
+def _results(step: Step, graph: Graph, gradients: list[Any]) -> list[Any]:
+    """Return what the caller of a backward asks for: gradients, and inputs as they are."""
     if step.passed:
-        returned = [step.passed.get(i, own) for i, own in enumerate(returned)]
-    if len(calls.returned) == len(returned):
-        return returned
-    return [returned[i] for i in calls.returned]
+        gradients = [step.passed.get(i, own) for i, own in enumerate(gradients)]
+    asked_for = graph.calls.returned
+    return gradients if len(asked_for) == len(gradients) else [gradients[i] for i in asked_for]
 
 
 def abandon(values: list[Any], error: BaseException) -> None:

@@ -84,21 +84,21 @@ def record_memory(
     for tensor in _given(line.joint, context_bytes, roles, beside):
         record.take(tensor, (tensor.kind, 0))
     calls: list[int] = []
-    turn = 0
+    loss_point = 0
     for index, (call, asked) in enumerate(zip(program.calls, requests.calls, strict=True)):
         if index == program.turn:
-            turn = record.turn(requests.turn, context_bytes)
+            loss_point = record.pass_loss_point(requests.turn, context_bytes)
         released = sum(m.release == index < program.turn for m in moves)
         record.follow(asked[:released])
         calls.append(record.next())
         record.follow(asked[released:], _workspaces(call, footprints))
         record.next()
     if program.turn == len(program.calls):
-        turn = record.turn(requests.turn, context_bytes)
+        loss_point = record.pass_loss_point(requests.turn, context_bytes)
     end = record.next()
     record.follow(requests.end, [Tensor("copy of a gradient", 0, Kind.WORKSPACES)])
     modules = tuple(common_module(map(module_of, s.forward or s.backward)) for s in line.stages)
-    return StepMemory(*record.done(), tuple(calls), turn, end, modules)
+    return StepMemory(*record.done(), tuple(calls), loss_point, end, modules)
 
 
 def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Footprints) -> str:
@@ -143,19 +143,19 @@ def _given(
     storages: dict[Kind, set[int]] = {
         kind: set() for kind in (Kind.PARAMETERS, Kind.BUFFERS, Kind.INPUTS)
     }
-    seen: set[int] = set()
+    counted: set[int] = set()
     for index, node in enumerate((*joint.primals, *joint.constants)):
         is_primal = index < len(joint.primals)
         likely = is_primal and joint.backward_outputs[index] is not None
         kind = roles.get(index, Kind.PARAMETERS if likely else Kind.INPUTS)
-        new = {*table.of_node[node]} - seen
+        new = {*table.of_node[node]} - counted
         storages[kind if is_primal else Kind.BUFFERS] |= new
-        seen |= new
+        counted |= new
     for kind, own in storages.items():
         yield Tensor(f"{len(own)} {kind.value}", table.total(own), kind)
     for kind, nbytes in beside.items():
         yield Tensor(_BESIDE[kind], nbytes, kind)
-    other = context_bytes.given_bytes - table.total(seen) - sum(beside.values())
+    other = context_bytes.given_bytes - table.total(counted) - sum(beside.values())
     yield Tensor("what else is held", other, Kind.OTHER)
 
 
@@ -232,7 +232,7 @@ class _Record:
             else:
                 self.take(self._of(key), (None, key))
 
-    def turn(self, requests: tuple[Request, ...], context_bytes: ContextBytes) -> int:
+    def pass_loss_point(self, requests: tuple[Request, ...], context_bytes: ContextBytes) -> int:
         """Follow the requests of the loss point; return its instant."""
         released = sum(nbytes < 0 <= key for key, nbytes in requests)
         self.follow(requests[:released])

@@ -80,9 +80,9 @@ def _write(
         offsets = dict(zip((m.storage for m in moves), slots, strict=True))
         travel = Travel(moves, offsets, total_bytes, arena.id if arena else 0)
     forward, backward = rewrite(program, peaks_bytes, modules, travel)
-    known = program.line.joint.sizes
-    if sizes != known.hints and sizes:
-        names = {**known.named(sizes), **(travel.names() if travel else {})}
+    symbols = program.line.joint.sizes
+    if sizes != symbols.hints and sizes:
+        names = {**symbols.named(sizes), **(travel.names() if travel else {})}
         forward, backward = forward.at(names), backward.at(names)
     blocks = (call.block for call in program.calls)
     recomputes = any(block.mode is Mode.AGAIN or block.again for block in blocks)
@@ -92,8 +92,7 @@ def _write(
 def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> CompiledPlan:
     """Write the functions of a chosen candidate, and the plan that describes them.
 
-    The step's memory, and how near the plan comes to any other, are computed when somebody asks for
-    them.
+    The step's memory, and a lower bound of the time of any plan, are computed when they are read.
 
     Args:
         graph: the captured graph.
@@ -170,7 +169,7 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
             Kind.RESERVE: graph.caller.reserve_bytes,
         },
     )
-    # The bound is one of recomputation alone, of the operations as they were traced.
+    # The bound is one of recomputation only, of the operations as they were traced.
     bound = search.bound(budget_bytes) if pool.form == TRACED and not host else None
     kept = partial(traced.search.evaluator.evaluation, baseline)
     compiled.complete = partial(

@@ -237,15 +237,15 @@ def _by_first_process(
     if graph.peers is None:
         return find()
     list_forms(graph)  # all processes: they agree on the costs of each
-    found: list[CompiledPlan] = []
+    made: list[CompiledPlan] = []
 
     def make() -> Plan:
-        found.append(find())
-        return found[0].completed()  # others cannot complete it
+        made.append(find())
+        return made[0].completed()  # others cannot complete it
 
     with graph.peers.telling():
         plan = graph.peers.follow("a plan", Plan, make)
-        compiled = found[0] if plan is None else _as_first(graph, plan, context)
+        compiled = made[0] if plan is None else _as_first(graph, plan, context)
         agreed_graphs(graph.peers, compiled.structure_digest if compiled else "none")
     assert compiled is not None  # the others' differ from none
     return compiled

@@ -89,7 +89,7 @@ class JointPlans:
         that fit the calls so far, the error of the first is returned as well.
 
         Args:
-            loop: around the model.
+            loop: the training loop of the model.
             profiles: of all steps.
             trace: the step before the call.
             key: of the call.
@@ -138,7 +138,7 @@ class JointPlans:
         A step that begins with the same calls may end before those that do not fit.
 
         Args:
-            loop: around the model.
+            loop: the training loop of the model.
             profiles: of all steps.
             profile: of the step.
             base_bytes: see :class:`JointPlans`.
@@ -178,12 +178,7 @@ class JointPlans:
         if not chosen.choices:
             profile.fitting = chosen.fitting, asked
             return False
-        profile.peak_bytes = None
-        profile.base_bytes, profile.host_bytes = base_bytes, host_bytes
-        profile.least_bytes, profile.full_bytes = chosen.least_bytes, chosen.full_bytes
-        profile.choices, profile.corrections = chosen.choices, list(chosen.besides)
-        takes_bytes = [choice.host_bytes for choice in chosen.choices]
-        profile.later_host_bytes = [sum(takes_bytes[i + 1 :]) for i in range(len(takes_bytes))]
+        profile.follow(chosen, base_bytes, host_bytes)
         self._set_budget(loop.budget, profiles, chosen)
         return True
 
@@ -272,7 +267,7 @@ def planned_context(
     """Return the context of a planned call, with room for each step that it may be one of.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         graph: the graph that is called.
         context: of the call by itself.
         matches: the profiles of these steps, and the position of the call in each.

@@ -86,7 +86,7 @@ class Regions:
         """Begin a call of the model; it may belong to a step whose backward has not begun.
 
         Args:
-            loop: around the model.
+            loop: the training loop of the model.
             device: of the model.
             held_bytes: returns what is held then: by the model, as gradients, as arguments.
 
@@ -146,7 +146,7 @@ class Regions:
         A call that is not planned must follow the plan that holds least for its backward.
 
         Args:
-            loop: around the model.
+            loop: the training loop of the model.
             graph: the graph that is called.
             context: of the call by itself.
             values: of its primals.
@@ -219,7 +219,7 @@ class Regions:
         """Compare the least that one region needs by itself with the budget, once it is captured.
 
         Args:
-            loop: around the model.
+            loop: the training loop of the model.
             graph: the graph that is called.
             context: of its first call, without feedback of earlier steps.
             parameters: the parameters that the graph computes a gradient of.
@@ -330,7 +330,7 @@ class Regions:
         """Exchange profiles with other processes where a step begins.
 
         Args:
-            loop: around the model.
+            loop: the training loop of the model.
             call: the first call of the step.
             base_bytes: what is held.
 

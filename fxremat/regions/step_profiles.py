@@ -10,7 +10,7 @@ from typing import Any
 from fxremat.graph.graph import Graph
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import Correction, StepContext
-from fxremat.ranks.combine import Seen, agreed_profiles, agreed_step
+from fxremat.ranks.combine import Chosen, Seen, agreed_profiles, agreed_step
 from fxremat.ranks.peers import Peers
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.solvers.knapsack import Call, Choice, peak_bytes
@@ -174,6 +174,21 @@ class StepProfile:
         """Replace all measurements by ``shared`` ones; plans are chosen for them later."""
         *profiles, (self.first_bytes, self.more_bytes) = shared
         self.profiles, self.corrections = list(profiles), []
+
+    def follow(self, chosen: Chosen, base_bytes: int, host_bytes: int | None) -> None:
+        """Follow plans that were chosen together from now on.
+
+        Args:
+            chosen: the plans.
+            base_bytes: what they were chosen to have held when the step begins.
+            host_bytes: the host memory that they were chosen for; ``None``: no limit.
+        """
+        self.peak_bytes = None
+        self.base_bytes, self.host_bytes = base_bytes, host_bytes
+        self.least_bytes, self.full_bytes = chosen.least_bytes, chosen.full_bytes
+        self.choices, self.corrections = chosen.choices, list(chosen.besides)
+        takes_bytes = [choice.host_bytes for choice in chosen.choices]
+        self.later_host_bytes = [sum(takes_bytes[i + 1 :]) for i in range(len(takes_bytes))]
 
     @property
     def planned_bytes(self) -> int:

@@ -74,7 +74,7 @@ class StepWatch:
         """Learn from a watched step as far as it was observed.
 
         Args:
-            loop: around the model.
+            loop: the training loop of the model.
             trace: the calls of the step.
             first_bytes: the most bytes before its first call, beyond those held when it began.
             peak_bytes: the most bytes until its last backward ended, beyond the same.

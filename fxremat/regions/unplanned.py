@@ -56,7 +56,7 @@ class UnplannedCalls:
         with nearly the same follow one plan.
 
         Args:
-            loop: around the model.
+            loop: the training loop of the model.
             graph: the graph that is called.
             context: of the call.
             trace: its step so far; ``None``: the step has not begun.
@@ -102,7 +102,7 @@ def shortfall_of_region(
     Optimizer state of parameters that only other regions read is left out: it may never exist.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         graph: the graph that is called.
         context: of its first call, without feedback of earlier steps.
         base_bytes: what is held when the call begins, with what is set aside.
