@@ -1,6 +1,6 @@
-"""What steps have shown becomes feedback for the plans of later steps.
+"""Feedback from steps for the plans of later steps.
 
-Each function takes the training loop and the captured graph whose steps they are.
+Each function takes the training loop and the captured graph of the steps.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fxremat.runtime.steps import SCALAR_BYTES, Step
 from fxremat.units import format_bytes
 
 SLACK_BYTES = SCALARS * SCALAR_BYTES
-"""Numbers of the loop that are given, and allocated again by a step."""
+"""Scalars of the loop that are held before a step, and allocated again by it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What a plan says that a step takes.
+class PlannedBytes:
+    """What a step takes by its plan.
 
     Attributes:
-        peak_bytes: most that is held.
+        peak_bytes: the peak.
         allocated_bytes: of that, what the step itself allocates.
     """
 
@@ -39,26 +39,26 @@ class Taken:
 
 
 def load_feedback(graph: Graph) -> None:
-    """Begin with what steps of the capture's sizes have taught another process."""
+    """Load the feedback of another process at the capture's sizes from the cache folder."""
     if graph.together is not None:  # other processes may have another cache folder
         return
     cached = graph.store.get("correction", graph.correction_key, Correction) or NO_CORRECTION
     if cached != NO_CORRECTION:
-        graph.feedback.seen[graph.sizes.hints] = cached
+        graph.feedback.corrections[graph.sizes.hints] = cached
 
 
 def corrected(loop: Loop, graph: Graph, context: StepContext) -> StepContext:
     """Return ``context`` with the feedback of contexts like it.
 
-    Where as many steps wait as may, and one of them is like this one, another will come while this
-    one waits: it leaves room for that at once.
+    Where as many steps are in flight as may be, and one of them is like this one, another like it
+    will begin while this one is in flight: this one leaves room for it from the start.
     """
     if context.waiting >= graph.caller.in_flight:
         waiting = loop.in_flight.waiting()
         if any(step.context.kind == context.kind for step in waiting):
             _leave_room(loop, graph, context)
-    seen = graph.feedback.at(context.sizes, graph.tangent_bytes)
-    return graph.feedback.corrected(context, seen)
+    correction = graph.feedback.at(context.sizes, graph.tangent_bytes)
+    return graph.feedback.corrected(context, correction)
 
 
 def relaxed(loop: Loop, graph: Graph, context: StepContext) -> Iterator[StepContext]:
@@ -66,24 +66,24 @@ def relaxed(loop: Loop, graph: Graph, context: StepContext) -> Iterator[StepCont
     return graph.feedback.relaxed(context, accumulates=loop.caller.accumulate)
 
 
-def leave_room_in_waiting(loop: Loop, context: StepContext, graph: Graph) -> bool:
-    """Plan steps like those that wait with room for one more, if all of them can have it."""
+def leave_room_in_flight(loop: Loop, context: StepContext, graph: Graph) -> bool:
+    """Leave room for one more step in later plans like those in flight, if all can have it."""
     nbytes = room_bytes(graph, context)
-    taught: list[tuple[Step, Graph, Correction]] = []
+    corrections: list[tuple[Step, Graph, Correction]] = []
     for step in sorted(loop.in_flight, key=lambda step: step.number, reverse=True):
         own: Graph = step.graph
         correction = own.feedback.of_kind(step.context) | Correction(room_bytes=nbytes)
         if not fits(own, replace(step.context, correction=correction), loop.budget):
             return False
-        taught.append((step, own, correction))
+        corrections.append((step, own, correction))
         nbytes += step.held_bytes
-    for step, own, correction in taught:
+    for step, own, correction in corrections:
         own.feedback.teach(step.context, correction)
-    return bool(taught)
+    return bool(corrections)
 
 
 def _leave_room(loop: Loop, graph: Graph, context: StepContext) -> None:
-    """Plan steps like one with room for another one, if one plan of them has it."""
+    """Leave room for one more step in plans of steps like this one, if a plan has it."""
     before = graph.feedback.of_kind(context)
     if before.room_bytes:
         return
@@ -93,7 +93,7 @@ def _leave_room(loop: Loop, graph: Graph, context: StepContext) -> None:
 
 
 def checks_tangents(graph: Graph, *, watched: bool) -> bool:
-    """Return whether a backward that begins is to show if gradients of outputs are released.
+    """Return whether a backward checks that gradients of outputs are released.
 
     Processes that follow the same plans check the same steps.
     """
@@ -102,7 +102,7 @@ def checks_tangents(graph: Graph, *, watched: bool) -> bool:
     return graph.feedback.checked < CHECKED or (watched and graph.together is None)
 
 
-def saw_tangents(loop: Loop, graph: Graph, *, released: bool) -> None:
+def note_tangents(loop: Loop, graph: Graph, *, released: bool) -> None:
     """Note whether a backward has released the gradients of its outputs."""
     with loop.planning:
         graph.feedback.checked += 1
@@ -111,8 +111,8 @@ def saw_tangents(loop: Loop, graph: Graph, *, released: bool) -> None:
             graph.feedback.changes += 1
 
 
-def foresaw_loss(loop: Loop, graph: Graph, *, is_same: bool) -> None:
-    """Note whether the gradient of a loss was the one that it had in the step before."""
+def note_loss_gradient(loop: Loop, graph: Graph, *, is_same: bool) -> None:
+    """Note whether the gradient of a loss is the same as in the step before."""
     feedback = graph.feedback
     feedback.missed = 0 if is_same else feedback.missed + 1
     if feedback.missed == MOST_MISSED:
@@ -121,10 +121,10 @@ def foresaw_loss(loop: Loop, graph: Graph, *, is_same: bool) -> None:
             feedback.scale(True)
 
 
-def unscaled(loop: Loop, graph: Graph, context: StepContext) -> StepContext:
+def without_scaling(loop: Loop, graph: Graph, context: StepContext) -> StepContext:
     """Return ``context`` as if gradients of losses were the same at each step.
 
-    Nothing new could be measured for it; steps will show again that they are not.
+    It is for a call at which nothing new can be measured; later steps correct it again.
     """
     with loop.planning:
         graph.feedback.missed = 0
@@ -132,17 +132,17 @@ def unscaled(loop: Loop, graph: Graph, context: StepContext) -> StepContext:
     return replace(context, scaled=False)
 
 
-def backward_began(
+def learn_what_is_held(
     loop: Loop, graph: Graph, context: StepContext, *, outputs: bool, gradients: bool
 ) -> None:
-    """Learn what of that which a forward began with is still held at its backward.
+    """Learn whether outputs and gradients that a forward began with are held at its backward.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         graph: of the step.
-        context: in which the forward ran.
-        outputs: whether outputs of earlier steps are.
-        gradients: whether gradients are.
+        context: of the forward.
+        outputs: whether outputs of earlier steps are held.
+        gradients: whether gradients are held.
     """
     if context.kept_bytes:
         _learn_held(loop, graph, context, OUTPUTS, outputs, context.released)
@@ -151,22 +151,22 @@ def backward_began(
 
 
 def _learn_held(
-    loop: Loop, graph: Graph, context: StepContext, what: str, held: bool, assumed_gone: bool
+    loop: Loop, graph: Graph, context: StepContext, what: str, is_held: bool, assumed_freed: bool
 ) -> None:
     feedback, kind = graph.feedback, context.kind
-    gone, stayed = feedback.gone[what], feedback.stayed[what]
-    if kind in stayed or (kind in gone and not held):
+    freed, held = feedback.freed[what], feedback.held_on[what]
+    if kind in held or (kind in freed and not is_held):
         return
-    if not held and graph.together is not None:
-        return  # processes that follow the same plans would have to see it at the same call
+    if not is_held and graph.together is not None:
+        return  # processes that follow the same plans would have to learn it at the same call
     with loop.planning:
-        if held:
-            stayed.add(kind)
-            gone.discard(kind)
+        if is_held:
+            held.add(kind)
+            freed.discard(kind)
         else:
-            gone.add(kind)
+            freed.add(kind)
         feedback.changes += 1
-    if held and assumed_gone:
+    if is_held and assumed_freed:
         gradient_bytes = sum(context.gradient_bytes(graph.joint))
         nbytes = gradient_bytes if what == GRADIENTS else context.kept_bytes
         if not excess_bytes(nbytes, 0):
@@ -178,22 +178,22 @@ def _learn_held(
         )
 
 
-def gradients_came(
-    loop: Loop, graph: Graph, context: StepContext, came: Sequence[Set[int]]
+def learn_new_gradients(
+    loop: Loop, graph: Graph, context: StepContext, new: Sequence[Set[int]]
 ) -> None:
-    """Learn that gradients which a forward did not find exist when its backward begins.
+    """Learn that gradients exist when a backward begins that did not at its forward.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         graph: of the step.
-        context: in which the forward ran.
-        came: primals that have a gradient now, and primals of which autograd holds another.
+        context: of the forward.
+        new: primals that have such a gradient, and primals of which autograd holds one.
     """
     feedback = graph.feedback
-    if feedback.came == (context, came):  # what that teaches is taught
+    if feedback.new_gradients == (context, new):  # learned already
         return
-    feedback.came = context, came
-    each = [replace(context, existing=frozenset(primals)) for primals in came]
+    feedback.new_gradients = context, new
+    each = [replace(context, existing=frozenset(primals)) for primals in new]
     nbytes = sum(sum(own.gradient_bytes(graph.joint)) for own in each)
     held = graph.held(replace(context, correction=NO_CORRECTION))
     with loop.planning:
@@ -204,27 +204,27 @@ def learn(
     loop: Loop,
     graph: Graph,
     context: StepContext,
-    planned: Taken,
+    planned: PlannedBytes,
     profile: MemoryProfile,
     *,
     is_first: bool,
 ) -> int:
-    """Learn from a step that was watched to its end; return its peak in bytes.
+    """Learn from a watched step; return its peak in bytes.
 
-    What stayed within the budget teaches nothing that would forbid it.
+    A step within the budget is never corrected so that no plan would fit.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         graph: of the step.
         context: of its call.
-        planned: what its plan was to take.
+        planned: what it takes by its plan.
         profile: what it took.
-        is_first: no step ran before it. What later steps free may be a variable of the loop that
-            was allocated before, such as the last loss: they show no less than was assumed.
+        is_first: whether no step ran before it. Later steps may free a variable of the loop that
+            was allocated before, such as the last loss, so they never lower what is assumed.
     """
     feedback, budget_bytes = graph.feedback, loop.budget.nbytes
     held = graph.held(context)
-    late_bytes = graph.late_bytes  # given, but not allocated by this process
+    late_bytes = graph.late_bytes  # counted as held, but not allocated by this process
     correction = _correction_of(
         profile, planned.allocated_bytes + late_bytes, held, is_first=is_first
     )
@@ -236,11 +236,11 @@ def learn(
         before = feedback.at(context.sizes, graph.tangent_bytes)
         if before | correction == before:
             return peak_bytes
-        taught = replace(context, correction=context.correction | correction)
-        if over <= 0 and not fits(graph, taught, loop.budget, search=False):
+        corrected = replace(context, correction=context.correction | correction)
+        if over <= 0 and not fits(graph, corrected, loop.budget, search=False):
             return peak_bytes
-        feedback.seen[context.sizes] = before | correction
-        feedback.changes += graph.held(taught) != held
+        feedback.corrections[context.sizes] = before | correction
+        feedback.changes += graph.held(corrected) != held
     if context.sizes == graph.sizes.hints:
         cached = replace(before | correction, observed=False)
         graph.store.put("correction", graph.correction_key, Correction, cached)
@@ -265,9 +265,9 @@ def learn(
 def _correction_of(
     profile: MemoryProfile, planned_bytes: int, held: ContextBytes, *, is_first: bool
 ) -> Correction:
-    """What a step took at the loss point and held in its backward, and what else beyond its plan.
+    """Return what a step took at the loss point, held in its backward, and took beyond its plan.
 
-    Of what was gone by then the context says so by itself, so it is no part of either.
+    What was freed by then is no part of these: the context has it.
     """
     whole = profile.taken_bytes is not None
     left = 0 if profile.taken_bytes is None else profile.taken_bytes - profile.left_bytes
@@ -279,12 +279,12 @@ def _correction_of(
     if left > held.tangent_bytes + SLACK_BYTES:
         taken -= left - held.tangent_bytes
     pairs = ((held.turn_bytes, loss_point), (held.tangent_bytes, left))
-    observed = whole and any(abs(assumed - found) > SLACK_BYTES for assumed, found in pairs)
-    # More than was assumed teaches, though the step was not seen to its end.
+    observed = whole and any(abs(assumed - measured) > SLACK_BYTES for assumed, measured in pairs)
+    # More than was assumed is learned even if the step was not observed to its end.
     sizes = []
-    for assumed, found in pairs:
-        differs = abs(assumed - found) > SLACK_BYTES and (observed or found > assumed)
-        sizes.append(found if differs else assumed * observed)
+    for assumed, measured in pairs:
+        differs = abs(assumed - measured) > SLACK_BYTES and (observed or measured > assumed)
+        sizes.append(measured if differs else assumed * observed)
     return Correction(
         turn_bytes=sizes[0],
         left_bytes=sizes[1],

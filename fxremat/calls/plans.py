@@ -1,4 +1,4 @@
-"""The plan that a call follows: one that is kept, or a new one."""
+"""The plan that a call follows: a cached one, or a new one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from fxremat import torch_compat
-from fxremat.calls.find import Found, context_of, find, new_workspace_bytes
-from fxremat.calls.learn import leave_room_in_waiting, relaxed, unscaled
+from fxremat.calls.context import ContextFields, context_fields, context_of, new_workspace_bytes
+from fxremat.calls.learn import leave_room_in_flight, relaxed, without_scaling
 from fxremat.errors import BudgetError, CostError
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.further import refuse
@@ -32,7 +32,7 @@ RESOLVED = 3
 
 
 class _LessHeldError(Exception):
-    """Less is held now than when the context of a call was made."""
+    """Less is held now than when the context of a call was measured."""
 
 
 def plan_at(
@@ -46,9 +46,9 @@ def plan_at(
     """Return the context of a call, the plan that it follows, and the leaves among its primals.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         regions: of the model.
-        graph: that is called.
+        graph: the graph that is called.
         args: its primals.
         sizes: numbers of its symbols.
         ended_by: the user's line after which the step leaves the graph, and why.
@@ -56,28 +56,28 @@ def plan_at(
     Raises:
         BudgetError: no plan fits; nothing has run.
     """
-    found, leaves = find(loop, graph, args, sizes)
+    fields, leaves = context_fields(loop, graph, args, sizes)
     if regions.several:
-        return *_plan_of_region(loop, regions, graph, args, found, ended_by), leaves
+        return *_plan_of_region(loop, regions, graph, args, fields, ended_by), leaves
     calls = graph.calls
     if loop.budget.is_relative or loop.optimizers.has_news:
-        _resolve_budget(loop, graph, found)
-    now = (found, graph.feedback.changes, loop.budget.nbytes)
+        _resolve_budget(loop, graph, fields)
+    now = (fields, graph.feedback.changes, loop.budget.nbytes)
     if calls.latest is not None and calls.latest[0] == now:
         return *calls.latest[1:], leaves
     while True:
         changes = graph.feedback.changes
         with contextlib.suppress(_LessHeldError):  # less each time
-            context = context_of(loop, graph, found, several=False)
+            context = context_of(loop, graph, fields, several=False)
             context, compiled = _plan_for(loop, graph, context)
             break
-        found, leaves = find(loop, graph, args, sizes)
-    # Steps in flight may be of other kinds, or share the budget out again.
+        fields, leaves = context_fields(loop, graph, args, sizes)
+    # Steps in flight may be of other kinds, or have shared the budget among them.
     is_only = not context.waiting and loop.caller.in_flight == 1
-    stays = is_only and calls.plans.get(context) is compiled and compiled.shortfall is None
+    is_stable = is_only and calls.plans.get(context) is compiled and compiled.shortfall is None
     compiled.followed = context
-    now = (found, changes, loop.budget.nbytes)
-    calls.latest = (now, context, compiled) if stays else None
+    now = (fields, changes, loop.budget.nbytes)
+    calls.latest = (now, context, compiled) if is_stable else None
     return context, compiled, leaves
 
 
@@ -90,12 +90,12 @@ def record_of(loop: Loop, graph: Graph, compiled: CompiledPlan) -> Plan:
             assert followed is not None
             with contextlib.suppress(BudgetError, CostError):
                 compiled.restate(later_plan(graph, followed, loop.budget))
-            graph.measuring_bytes = 0  # that was for a reader, between steps
+            graph.measuring_bytes = 0  # no step was running
         return compiled.completed()
 
 
 def refuse_changed_bits(loop: Loop, graph: Graph) -> None:
-    """Plan without the runs that had other bits in parts."""
+    """Use no run in later plans that gave other bits in parts."""
     with loop.planning:
         while graph.calls.changed_bits:
             refuse(graph, graph.calls.changed_bits.pop())
@@ -104,9 +104,9 @@ def refuse_changed_bits(loop: Loop, graph: Graph) -> None:
 
 
 def _plan_for(loop: Loop, graph: Graph, context: StepContext) -> tuple[StepContext, CompiledPlan]:
-    """Return a plan for a context, kept or new, and the context with what the plan assumes."""
+    """Return a cached or new plan for a context, and the context with what the plan assumes."""
     with loop.planning:
-        compiled = _kept(loop, graph, context) or _as_good(graph, context)
+        compiled = _cached(loop, graph, context) or _equivalent(graph, context)
         if compiled is None:
             context, compiled, shortfall = _new_plan(loop, graph, context)
             _announce(loop, graph, compiled, context, several=False)
@@ -116,12 +116,12 @@ def _plan_for(loop: Loop, graph: Graph, context: StepContext) -> tuple[StepConte
                 return context, compiled  # for this time only
         if compiled.shortfall is not None:
             compiled.shortfall.warn()
-        if context.sizes not in graph.estimated:  # else it is measured once it can be
+        if context.sizes not in graph.estimated:  # else it is planned again, to be measured
             graph.calls.keep(context, compiled)
         return context, compiled
 
 
-def _kept(loop: Loop, graph: Graph, context: StepContext) -> CompiledPlan | None:
+def _cached(loop: Loop, graph: Graph, context: StepContext) -> CompiledPlan | None:
     """Return the plan that was made for a context, unless the budget has changed since."""
     compiled = graph.calls.plans.pop(context, None)
     shortfall = None if compiled is None else compiled.shortfall
@@ -135,12 +135,12 @@ def _new_plan(
 ) -> tuple[StepContext, CompiledPlan, Shortfall | None]:
     """Return a plan for a context, what it assumes, and why it is above the budget if it is.
 
-    Where nothing fits while gradients exist, or outputs of earlier steps, but would if these were
-    freed before the backward, they are assumed to be, until a step shows otherwise.
+    Where nothing fits while gradients, or outputs of earlier steps, exist, but something would if
+    they were freed before the backward, they are assumed to be, until a step does not.
 
-    Steps that wait were planned without this one. Where nothing fits with what they hold, but would
-    with the least that they could, this step takes the least that it can, and later ones like those
-    that wait leave room for it.
+    Steps in flight were planned without this one. Where nothing fits with what they hold, but would
+    with the least that they could hold, this step takes the least that it can, and later steps like
+    those in flight leave room for it.
     """
     budget, feedback = loop.budget, graph.feedback
     for each in (context, *relaxed(loop, graph, context)):
@@ -154,7 +154,7 @@ def _new_plan(
     except CostError:  # as in a profiler
         if not context.scaled:
             raise
-        return _new_plan(loop, graph, unscaled(loop, graph, context))
+        return _new_plan(loop, graph, without_scaling(loop, graph, context))
     except BudgetError as error:
         failed = error.with_traceback(None)
     for each in relaxed(loop, graph, context):
@@ -163,13 +163,13 @@ def _new_plan(
             return each, later_plan(graph, each, budget), None
     if context.waiting or context.kept_bytes:
         torch_compat.drop_failed_backward()
-        gc.collect()  # what nobody can run backwards, or see, any more
+        gc.collect()  # steps and outputs that are only in reference cycles
         waiting = list(loop.in_flight)
         held_bytes = sum(step.held_bytes for step in waiting)
         held_bytes += loop.in_flight.kept_bytes(waiting)
         if held_bytes < context.waiting_bytes + context.kept_bytes:
             raise _LessHeldError
-    if leave_room_in_waiting(loop, context, graph):
+    if leave_room_in_flight(loop, context, graph):
         compiled = later_plan(graph, context, budget, least=True)
         _warn_of_waiting(loop, context, compiled.record)
         return context, compiled, None
@@ -182,7 +182,7 @@ def _new_plan(
 
 
 def _warn_of_waiting(loop: Loop, context: StepContext, plan: Plan) -> None:
-    """Warn of a step above the budget because earlier ones wait for their backward."""
+    """Warn of a step above the budget because earlier ones are in flight."""
     budget_bytes = loop.budget.nbytes or 0
     over = excess_bytes(plan.counted_bytes, budget_bytes)
     if over:
@@ -194,11 +194,12 @@ def _warn_of_waiting(loop: Loop, context: StepContext, plan: Plan) -> None:
         )
 
 
-def _as_good(graph: Graph, context: StepContext) -> CompiledPlan | None:
-    """Return a kept plan of another context than which none is faster in this one.
+def _equivalent(graph: Graph, context: StepContext) -> CompiledPlan | None:
+    """Return a cached plan of another context that is as fast as any plan of this one.
 
-    That is one for a call that found less and still fits, or one that recomputes nothing and
-    computes nothing in parts. Where the allocator's blocks are replayed, sums say nothing.
+    That is one of a context in which no less is held, or one that recomputes nothing and computes
+    nothing in parts, if it fits. On a CUDA device, whose allocator is replayed, no sum of bytes
+    shows whether it does.
     """
     if graph.calls.on_cuda:
         return None
@@ -227,8 +228,8 @@ def _as_good(graph: Graph, context: StepContext) -> CompiledPlan | None:
     return None
 
 
-def _resolve_budget(loop: Loop, graph: Graph, found: Found) -> None:
-    """Resolve a share, or ``"min"``, again after the first steps, and when state has changed.
+def _resolve_budget(loop: Loop, graph: Graph, fields: ContextFields) -> None:
+    """Resolve a share or ``"min"`` again after the first steps, and when optimizer state changes.
 
     Processes that must follow the same plans keep the bytes that they have agreed on.
     """
@@ -242,7 +243,7 @@ def _resolve_budget(loop: Loop, graph: Graph, found: Found) -> None:
     if not (has_news or is_early):
         return
     with loop.planning:
-        context = context_of(loop, graph, found, several=False)
+        context = context_of(loop, graph, fields, several=False)
         if context.waiting or loop.caller.in_flight > 1:
             return
         *_, context = (context, *relaxed(loop, graph, context))
@@ -258,14 +259,14 @@ def _plan_of_region(
     regions: Regions,
     graph: Graph,
     args: Sequence[object],
-    found: Found,
+    fields: ContextFields,
     ended_by: str,
 ) -> tuple[StepContext, CompiledPlan]:
     """Return the context and the plan of a call of one of several graphs of a step."""
-    own = _context_in_region(loop, graph, found)
-    if own.kept_bytes and regions.chooses(loop, graph, own):
-        gc.collect()  # what nobody can see any more
-        own = _context_in_region(loop, graph, find(loop, graph, args, found[0])[0])
+    own = _context_in_region(loop, graph, fields)
+    if own.kept_bytes and regions.will_choose(loop, graph, own):
+        gc.collect()  # outputs that are only in reference cycles
+        own = _context_in_region(loop, graph, context_fields(loop, graph, args, fields[0])[0])
     calls, budget = graph.calls, loop.budget
     with loop.planning, _failing_together(loop, regions):
         context, is_planned = regions.enter(loop, graph, own, args, ended_by)
@@ -279,11 +280,11 @@ def _plan_of_region(
             except BudgetError as error:
                 if regions.together:
                     raise
-                if is_planned and regions.grow_to(loop, error.least_budget_bytes):
+                if is_planned and regions.grow_budget(loop, error.least_budget_bytes):
                     compiled = later_plan(graph, context, budget)
                 else:
                     # More is held than in the steps that were watched.
-                    regions.no_room()
+                    regions.give_up_plan()
                     context = regions.unplanned_context(loop, graph, own)
                     compiled = later_plan(graph, context, budget, least=True)
             _announce(loop, graph, compiled, context, several=True)
@@ -292,17 +293,17 @@ def _plan_of_region(
         return context, compiled
 
 
-def _context_in_region(loop: Loop, graph: Graph, found: Found) -> StepContext:
-    """Return the context of a call of a region; the same object as at the call before, if it is."""
+def _context_in_region(loop: Loop, graph: Graph, fields: ContextFields) -> StepContext:
+    """Return the context of a call of a region; the same object as at the call before, if equal."""
     calls = graph.calls
-    if calls.found is None or calls.found[0] != found:
-        calls.found = found, context_of(loop, graph, found, several=True)
-    return calls.found[1]
+    if calls.region_context is None or calls.region_context[0] != fields:
+        calls.region_context = fields, context_of(loop, graph, fields, several=True)
+    return calls.region_context[1]
 
 
 @contextlib.contextmanager
 def _failing_together(loop: Loop, regions: Regions) -> Iterator[None]:
-    """What fails in here fails in all processes that must follow the same plans."""
+    """Make a failure in the block one of all processes that must follow the same plans."""
     if regions.together and loop.peers is not None:
         with loop.peers.telling():
             yield
@@ -327,7 +328,7 @@ def _announce(
         format_seconds(plan.predicted_s),
         f"; also held: {held}" if held else "",
     )
-    # Of several regions each call has a correction.
+    # Calls of regions have a correction each: it supersedes nothing.
     if loop.host is not None and not several and _supersedes(graph, context):
         loop.host.drop_idle()
     if loop.on_new is not None:
@@ -335,7 +336,7 @@ def _announce(
 
 
 def _supersedes(graph: Graph, context: StepContext) -> bool:
-    """Return whether a plan for the same sizes, from before a correction, has host memory."""
+    """Return whether a plan of the same sizes with another correction has host memory."""
     return any(
         made_for.sizes == context.sizes
         and made_for.correction != context.correction

@@ -67,7 +67,7 @@ def compile_graph(
             raise refused from error
         place = next(i for i, each in enumerate(own.graphs) if each is graph)
         if broken is not None:
-            own.regions.notices.broken_at(broken)
+            own.regions.warnings.note_break(broken)
         graph.calls.returned = places
         return torch_compat.stub_graphs(joint, forward_output_count=num_fwd_outputs, places=places)
 
@@ -93,7 +93,7 @@ def compile_graph(
         except CaptureError as error:
             return _as_it_is(training, error, module, example_inputs)
     except BaseException:
-        regions.raised()
+        regions.graph_raised()
         raise
     finally:
         given.clear()
@@ -112,7 +112,7 @@ def _as_it_is(
         return module
     if not training.may_be_left:
         raise error
-    training.regions.notices.left(error)
+    training.regions.warnings.warn_not_planned(error)
     return torch_compat.as_it_is(module, example_inputs)
 
 
@@ -239,7 +239,7 @@ def _forward(
             else:  # nothing is tried out
                 results = run(args)  # type: ignore[assignment]
         except BaseException as error:
-            training.regions.raised()
+            training.regions.graph_raised()
             abandon(args, error)
             raise
         training.latest = graph, step.plan

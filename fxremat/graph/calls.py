@@ -1,4 +1,4 @@
-"""What the calls of one graph leave for the next ones."""
+"""State that the calls of one graph share."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from fxremat.planner.context import StepContext
 from fxremat.runtime.gradients import Contributors
 
 MOST_PLANS = 512
-"""Plans of a graph that are kept; that which was used longest ago goes first."""
+"""Plans of a graph that are kept; the one used longest ago goes first."""
 
 MOST_FOLLOWED = 8
-"""Calls of a region whose plans are looked up first: it may be called so often in a step."""
+"""Calls of a region whose plans are looked up first: a step may call it as often."""
 
 MOST_BUFFERS = 256
-"""Sizes whose largest input buffers are remembered; the oldest go first."""
+"""Sizes whose largest input buffers are kept; the oldest go first."""
 
 
 @dataclass(slots=True)
 class Calls:
-    """What the calls of one graph leave for the next ones.
+    """State that the calls of one graph share.
 
     Attributes:
         plans: by context, the one used last at the end.
         contributors: to the gradients of the graph's leaves.
-        numbers: of calls, from 1 on; no two threads get the same.
-        on_cuda: whether the graph runs there.
+        numbers: numbers of calls, from 1; no two threads get the same.
+        on_cuda: whether the graph runs on a CUDA device.
         counts: whether the device's allocator counts bytes.
-        returned: places of the gradients that the backward's caller asks for.
+        returned: indices of the gradients that the backward's caller asks for.
         buffers: bytes by which inputs' storages exceed planned ones, by sizes.
-        latest: the latest call: what it found, its context and its plan.
-        found: what the latest call of a region found, and its context.
+        latest: the latest call: what it was identified by, its context and its plan.
+        region_context: the latest call of a region: the fields that were measured, and its context.
         followed: contexts and plans of the latest calls of a region.
         resolutions: how often the budget was resolved again.
-        changed_bits: runs that had other bits in parts, to be refused.
-        trained: the tensors that it computes a gradient of are listed among the regions' ones.
+        changed_bits: runs that gave other bits in parts, to be refused.
+        trained: whether the tensors that it computes a gradient of are listed with the regions.
     """
 
     plans: dict[StepContext, CompiledPlan] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Calls:
     returned: tuple[int, ...] = ()
     buffers: dict[Values, int] = field(default_factory=dict)
     latest: tuple[Any, StepContext, CompiledPlan] | None = None
-    found: tuple[tuple[Any, ...], StepContext] | None = None
+    region_context: tuple[tuple[Any, ...], StepContext] | None = None
     followed: tuple[tuple[StepContext, CompiledPlan], ...] = ()
     resolutions: int = 0
     changed_bits: list[Parts] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Calls:
         self.plans[context] = compiled
 
     def follow(self, context: StepContext, compiled: CompiledPlan) -> None:
-        """Look a plan up first at the next calls of a region."""
+        """Look up a plan first at the next calls of a region."""
         self.followed = ((context, compiled), *self.followed[: MOST_FOLLOWED - 1])
 
     def forget(self) -> None:

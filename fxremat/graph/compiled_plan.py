@@ -19,7 +19,7 @@ from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena
 
 WATCHES = 4
-"""Steps of a new plan that are watched, unless one was seen to its end before."""
+"""Steps of a new plan that are watched, unless one was observed to its end before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,10 +32,10 @@ class CompiledPlan:
         sizes: symbols of the graph.
         recomputes: whether anything is computed twice.
         arena: the host memory that it uses, if any.
-        complete: adds to the record what takes long to find; ``None``: it is complete.
+        complete: adds to the record what takes long to compute; ``None``: it is complete.
         context: the context that the plan was made for.
-        watches: how many further steps of it are watched.
-        followed: the context of the latest call that followed it, which may be another one.
+        watches_left: how many further steps of it are watched.
+        followed: the context of the latest call that followed it.
         shortfall: why it takes more than the budget; ``None``: it does not.
         plain: nothing is computed twice, or together with a loss, and no host memory is used.
     """
@@ -48,7 +48,7 @@ class CompiledPlan:
     arena: Arena | None = None
     complete: Callable[[Plan], Plan] | None = None
     context: StepContext = field(default_factory=StepContext)
-    watches: int = WATCHES
+    watches_left: int = WATCHES
     followed: StepContext | None = None
     shortfall: Shortfall | None = None
     plain: bool = field(init=False)

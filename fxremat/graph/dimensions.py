@@ -1,4 +1,4 @@
-"""Dimensions of arguments that are symbols of a step, and the sizes for which it holds."""
+"""Dimensions of arguments whose sizes are symbols, and the sizes for which a graph holds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MOST_SIZE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """A dimension of an argument, whose size is a symbol of the step.
+    """A dimension of an argument whose size is a symbol of the graph.
 
     Attributes:
         place: the argument, as ``args[0]`` or ``kwargs['x']``.
         dim: which of its dimensions.
-        symbol: which of the step's.
+        symbol: the index of the symbol.
     """
 
     place: str
@@ -41,7 +41,13 @@ class Dimension:
 def dimensions_of(
     primals: Iterable[fx.Node], sizes: Sizes, places: Mapping[int, str]
 ) -> tuple[Dimension, ...]:
-    """All dimensions of arguments that are symbols of a settled graph, in order of its primals."""
+    """Return the dimensions of arguments that are symbols, in order of the primals.
+
+    Args:
+        primals: of a graph whose sizes are numbers or symbols.
+        sizes: the symbols.
+        places: which primals are arguments, and where they are passed.
+    """
     number = {name: i for i, name in enumerate(sizes.names)}
     return tuple(
         Dimension(places[index], dim, number[repr(size)])
@@ -56,40 +62,41 @@ def dimensions_of(
 def arguments_of(
     primals: Sequence[fx.Node], sizes: Mapping[str, int], places: Mapping[int, str]
 ) -> tuple[tuple[str, str], ...]:
-    """Places of a call's tensors, and their dtypes and shapes, as ``float32[8, 128]``."""
-    found = []
+    """Return where tensors of a call are passed, with dtype and shape as ``float32[8, 128]``."""
+    arguments = []
     for index, place in sorted(places.items()):
         (layout,) = layouts_of(primals[index])
         shape = ", ".join(str(number_at(n, sizes)) for n in layout.shape)
         dtype = str(primals[index].meta["val"].dtype).removeprefix("torch.")
-        found.append((place, f"{dtype}[{shape}]"))
-    return tuple(found)
+        arguments.append((place, f"{dtype}[{shape}]"))
+    return tuple(arguments)
 
 
 def groups_of(
     dimensions: Sequence[Dimension], hints: Values, values: Values
 ) -> tuple[tuple[Dimension, ...], ...]:
-    """Dimensions that follow one another: equal at the capture, and at ``values``."""
-    found: dict[tuple[int, int], list[Dimension]] = {}
+    """Return groups of dimensions that are equal both at the capture and at ``values``."""
+    groups: dict[tuple[int, int], list[Dimension]] = {}
     for dimension in dimensions:
         key = hints[dimension.symbol], values[dimension.symbol]
-        found.setdefault(key, []).append(dimension)
-    return tuple(map(tuple, found.values()))
+        groups.setdefault(key, []).append(dimension)
+    return tuple(map(tuple, groups.values()))
 
 
 def resized(values: Values, group: Iterable[Dimension], size: int) -> Values:
-    """``values`` with ``size`` for the symbols of ``group``."""
+    """Return ``values`` with ``size`` for the symbols of ``group``."""
     symbols = {dimension.symbol for dimension in group}
     return tuple(size if i in symbols else n for i, n in enumerate(values))
 
 
 def taken_sizes(sizes: Sizes, values: Values, group: Sequence[Dimension]) -> range | None:
-    """The sizes, from 1 on, of dimensions that follow each other for which a captured step holds.
+    """Return the sizes of a group of equal dimensions for which a captured graph holds.
 
-    Equalities that the capture found tell them: that a batch is even, where it is viewed as pairs.
-    One that holds at a single size, or at all from some size on, limits nothing here: sizes repeat.
+    These follow from equalities that the capture has recorded, such as that a batch is even where
+    it is viewed as pairs. Sizes are assumed to repeat with a period, so an equality that holds at
+    one size only, or from some size on, limits nothing.
 
-    Returns ``None`` where there is none beside the other ``values``.
+    Returns ``None`` where no size is possible with the other ``values``.
     """
     own = sizes.hints[group[0].symbol]
     divisors = {n for zero in sizes.zeros for n in torch_compat.divisors_in(zero.expression)}
@@ -112,7 +119,7 @@ def taken_sizes(sizes: Sizes, values: Values, group: Sequence[Dimension]) -> ran
 
 
 def nearest(taken: range, size: int) -> int:
-    """The largest of ``taken`` that is at most ``size``; the smallest where there is none."""
+    """Return the largest of ``taken`` that is at most ``size``; if there is none, the smallest."""
     return taken[max(0, bisect_right(taken, size) - 1)]
 
 

@@ -1,4 +1,4 @@
-"""Feedback: what the steps of one graph have shown, for the plans of later steps."""
+"""Feedback: what is learned from the steps of one graph, for the plans of later steps."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
 
 MOST_WATCHED = 2
-"""Sizes at which steps are watched: what a loss takes at other sizes follows from these."""
+"""How many sizes steps are watched at: what a loss takes at others is computed from these."""
 
 CHECKED = 2
-"""Backwards of each graph in which the gradients of outputs are looked for, watched or not."""
+"""Backwards of each graph that check if gradients of outputs are released, watched or not."""
 
 MOST_MISSED = 3
-"""Steps in a row whose loss had another gradient than in the step before."""
+"""Steps in a row whose loss has another gradient than in the step before, before that counts."""
 
 OUTPUTS, GRADIENTS = HELD = "outputs of earlier steps", "gradients"
-"""What a forward may begin with, and its backward without."""
+"""What may be held when a forward begins and freed when its backward does."""
 
 Kind = tuple[int, bool]
 
@@ -29,73 +29,73 @@ def _by_what() -> dict[str, set[Kind]]:
 
 @dataclass(slots=True)
 class Feedback:
-    """What the steps of one graph have shown.
+    """What was learned from the steps of one graph.
 
-    Whoever changes it holds the lock of planning.
+    It is changed under the lock of planning only.
 
     Attributes:
-        seen: corrections of watched steps, by sizes.
-        several: corrections of steps in flight together, by kind of context.
-        gone: kinds of context in which outputs of earlier steps are freed before the loss, or
-            gradients before the backward: steps have shown it, or nothing fits otherwise.
-        stayed: kinds of context in which a step has shown that they are not.
+        corrections: of watched steps, by sizes.
+        in_flight: corrections of several steps in flight, by kind of context.
+        freed: kinds of context in which outputs of earlier steps are freed before the loss, or
+            gradients before the backward: a step did so, or nothing fits otherwise.
+        held_on: kinds of context in which a step did not free them.
         missed: steps in a row whose loss had another gradient than in the step before.
-        scaled: there were too many of these, so no gradient is computed with a loss any more.
-        tangents_stay: somebody holds gradients of the outputs to the end of the backward.
-        checked: backwards that have shown whether gradients of outputs are released.
+        scaled: whether there were too many of these: no gradient is computed with a loss then.
+        tangents_stay: whether gradients of the outputs are held to the end of the backward.
+        checked: backwards that have checked whether gradients of outputs are released.
         changes: how often any of that has changed.
-        came: the latest gradients that appeared between a forward and its backward.
+        new_gradients: the latest gradients that came to exist between a forward and its backward.
     """
 
-    seen: dict[Values, Correction] = field(default_factory=dict)
-    several: dict[Kind, Correction] = field(default_factory=dict)
-    gone: dict[str, set[Kind]] = field(default_factory=_by_what)
-    stayed: dict[str, set[Kind]] = field(default_factory=_by_what)
+    corrections: dict[Values, Correction] = field(default_factory=dict)
+    in_flight: dict[Kind, Correction] = field(default_factory=dict)
+    freed: dict[str, set[Kind]] = field(default_factory=_by_what)
+    held_on: dict[str, set[Kind]] = field(default_factory=_by_what)
     missed: int = 0
     scaled: bool = False
     tangents_stay: bool = False
     checked: int = 0
     changes: int = 0
-    came: tuple[StepContext, Sequence[Set[int]]] | None = None
+    new_gradients: tuple[StepContext, Sequence[Set[int]]] | None = None
 
     def of_kind(self, context: StepContext) -> Correction:
-        """Return the correction of steps in flight together, for contexts of this kind."""
-        return self.several.get(context.kind, NO_CORRECTION)
+        """Return the correction of several steps in flight, for contexts of this kind."""
+        return self.in_flight.get(context.kind, NO_CORRECTION)
 
     def at(self, sizes: Values, tangent_bytes: Callable[[Values], int]) -> Correction:
-        """Return the correction of watched steps; that of other sizes is scaled by the outputs.
+        """Return the correction of watched steps, scaled by the outputs where sizes are new.
 
         Args:
             sizes: of a call.
             tangent_bytes: returns the bytes of the gradients of the outputs at some sizes.
         """
-        if not self.seen or sizes in self.seen:
-            return self.seen.get(sizes, NO_CORRECTION)
+        if not self.corrections or sizes in self.corrections:
+            return self.corrections.get(sizes, NO_CORRECTION)
         correction, nbytes = NO_CORRECTION, tangent_bytes(sizes)
-        for other, seen in self.seen.items():
-            if seen != NO_CORRECTION:
-                correction |= seen.times(nbytes / max(tangent_bytes(other), 1))
+        for other, own in self.corrections.items():
+            if own != NO_CORRECTION:
+                correction |= own.times(nbytes / max(tangent_bytes(other), 1))
         return correction
 
     def are_watched(self, sizes: Values) -> bool:
-        """Return whether steps of these sizes may teach."""
-        return sizes in self.seen or len(self.seen) < MOST_WATCHED
+        """Return whether steps of these sizes are watched."""
+        return sizes in self.corrections or len(self.corrections) < MOST_WATCHED
 
-    def take(self, seen: dict[Values, Correction]) -> None:
+    def take(self, corrections: dict[Values, Correction]) -> None:
         """Replace the corrections of watched steps."""
-        if seen != self.seen:
-            self.seen = seen
+        if corrections != self.corrections:
+            self.corrections = corrections
             self.changes += 1
 
     def teach(self, context: StepContext, correction: Correction) -> None:
-        """Plan contexts of this kind for ``correction`` too from now on."""
+        """Add to the correction of several steps in flight, for contexts of this kind."""
         before = self.of_kind(context)
         if before | correction != before:
-            self.several[context.kind] = before | correction
+            self.in_flight[context.kind] = before | correction
             self.changes += 1
 
     def held(self, context: StepContext) -> StepContext:
-        """Return ``context`` with who holds gradients of the outputs, as backwards have shown."""
+        """Return ``context``, with gradients of the outputs held if a backward has shown that."""
         if self.tangents_stay and not context.tangents_stay:
             return replace(context, tangents_stay=True)
         return context
@@ -103,7 +103,7 @@ class Feedback:
     def corrected(self, context: StepContext, correction: Correction) -> StepContext:
         """Return ``context`` with all feedback for contexts like it."""
         correction |= self.of_kind(context)
-        released, cleared = (context.kind in self.gone[what] for what in HELD)
+        released, cleared = (context.kind in self.freed[what] for what in HELD)
         released &= bool(context.kept_bytes)
         cleared &= bool(context.existing)
         if cleared or released or self.scaled or correction != NO_CORRECTION:
@@ -117,7 +117,7 @@ class Feedback:
         return context
 
     def relaxed(self, context: StepContext, *, accumulates: bool) -> Iterator[StepContext]:
-        """Yield contexts in which less is held in the backward, unless a step has shown otherwise.
+        """Yield contexts in which less is held in the backward, unless a step held it.
 
         Outputs of earlier steps may be freed before the loss, and gradients before the backward.
 
@@ -129,7 +129,8 @@ class Feedback:
             OUTPUTS: bool(context.kept_bytes) and not context.released,
             GRADIENTS: bool(context.existing) and not context.cleared and not accumulates,
         }
-        outputs, gradients = (held[what] and context.kind not in self.stayed[what] for what in HELD)
+        kind = context.kind
+        outputs, gradients = (held[what] and kind not in self.held_on[what] for what in HELD)
         if outputs:
             yield replace(context, released=True)
         if gradients:
@@ -138,10 +139,10 @@ class Feedback:
             yield replace(context, released=True, cleared=True)
 
     def assume(self, context: StepContext) -> None:
-        """Assume in like contexts what ``context`` says of outputs and gradients."""
-        for what, gone in zip(HELD, (context.released, context.cleared), strict=True):
-            if gone:
-                self.gone[what].add(context.kind)
+        """Assume that outputs and gradients are freed as in ``context`` in all of its kind."""
+        for what, is_freed in zip(HELD, (context.released, context.cleared), strict=True):
+            if is_freed:
+                self.freed[what].add(context.kind)
         self.changes += 1
 
     def scale(self, scaled: bool) -> None:

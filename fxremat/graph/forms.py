@@ -1,4 +1,4 @@
-"""Forms of a step: how its operations may be computed, and what tells forms apart."""
+"""Forms of a graph: how its operations may be computed, and what distinguishes forms."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class PlanOptions:
     """The options of the user that plans of a graph depend on.
 
     Attributes:
-        host: host memory to which storages may travel; ``None``: none may.
-        exact: gradients must be bitwise those without a plan; otherwise inputs of norms may be
-            rebuilt from outputs.
-        split: runs of operations may be computed in parts: ``"exact"``, where that keeps their
-            bits; ``True``, also where it rounds otherwise.
-        effort: how much of planning may go into forms that are not needed to fit.
+        host: host memory to which storages may travel; ``None``: nothing travels.
+        exact: whether gradients must be bitwise those without a plan; otherwise inputs of norms may
+            be rebuilt from outputs.
+        split: which runs of operations may be computed in parts: ``"exact"``, those that keep their
+            bits; ``True``, also those that round differently.
+        effort: how much work planning may put into forms that are not needed to fit.
         allocator: rules that replace those of the device's allocator.
-        generators: names of the solvers whose schedules are looked at.
+        generators: names of the solvers that generate schedules.
     """
 
     host: HostMemory | None = None
@@ -53,13 +53,13 @@ class FurtherForms:
     """The forms of a graph that were not searched yet.
 
     Attributes:
-        spending: the effort that is left for those that are not needed to fit.
-        left: forms in parts, in the order in which they are tried; ``None``: not listed yet.
-        aims: forms whose peaks were looked at, down to a budget or as far as that goes.
-        slow: forms that were measured, and take too long.
+        spending: the effort that is left for forms that are not needed to fit.
+        left: forms in parts, in the order in which they are searched; ``None``: not listed yet.
+        aims: forms of which one with the peak in parts was derived; ``True``: for the least peak.
+        slow: forms that were measured and take too long.
         coarse: the first form in parts.
-        may_unshare: the form in which equal operations are computed each by itself is left, too.
-        scaled: forms for losses with other gradients at each step are listed.
+        may_unshare: whether the form that computes equal operations separately is left too.
+        scaled: whether forms for losses with another gradient at each step are listed.
     """
 
     spending: Spending
@@ -72,13 +72,13 @@ class FurtherForms:
 
 
 PART_SHARES = (2, 8, 32)
-"""Of the largest value: those above so much of it are computed in parts, in one variant each."""
+"""Values above the largest one divided by this are computed in parts, in one form each."""
 
 
 def parted(joint: JointGraph, *, exact: bool, beside: bool = True) -> Iterator[Form]:
-    """Forms in which ever smaller values are computed in parts; see :class:`Form`.
+    """Yield forms in which ever smaller values are computed in parts; see :class:`Form`.
 
-    Gradients are ``beside`` losses only in a step that has some.
+    Gradients are computed ``beside`` losses only in a graph that has losses.
     """
     beside = beside and has_losses(joint)
     sizes = part_sizes(joint)
@@ -89,7 +89,7 @@ def parted(joint: JointGraph, *, exact: bool, beside: bool = True) -> Iterator[F
 
 
 def part_sizes(joint: JointGraph) -> list[int]:
-    """Bytes above which values are computed in parts, ever fewer."""
+    """Return the bytes above which values are computed in parts, in descending order."""
     table, made = joint.storages, (*joint.forward, *joint.backward)
     largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
     return [max(1, largest_bytes // share) for share in PART_SHARES]
@@ -100,10 +100,10 @@ MOST_BYTES = 1 << 60
 
 
 def wanted(search: Search, limit_bytes: int, below_s: float) -> Candidate:
-    """The schedule whose peak parts are to lower to ``limit_bytes``.
+    """Return the schedule whose peak parts are to lower to ``limit_bytes``.
 
-    That is the one of least memory, where none fits. Else it is the one that adds half as much to
-    the time of everything kept as a step of ``below_s`` does.
+    If none fits, that is the one of least memory. Otherwise it is the one that adds at most half as
+    much to the time with everything kept as a step of ``below_s`` does.
     """
     if search.least_bytes > limit_bytes:
         return search.least
@@ -121,18 +121,18 @@ def aimed(
     beside: bool,
     part_bytes: int,
 ) -> Form | None:
-    """A form in which only what takes part in a peak is computed in parts as well.
+    """Return ``form`` with values that are held at a peak computed in parts too.
 
     Args:
-        search: schedules of the step as ``form`` has it.
-        candidate: that of them whose peak is meant.
+        search: the schedules of the graph in ``form``.
+        candidate: the one of them whose peak is meant.
         form: how operations are computed there.
-        limit_bytes: what stands in the way of a peak of so many counts.
-        exact: parts keep bits.
-        beside: gradients are computed with losses in parts, if there are any.
+        limit_bytes: values are included that are held where the peak exceeds this.
+        exact: whether parts keep bits.
+        beside: whether gradients are computed with losses in parts, if there are losses.
         part_bytes: what a part holds; values up to that stay whole.
 
-    Returns ``None`` where no value of an operation is to blame.
+    Returns ``None`` where no value of an operation is held at the peak.
     """
     nbytes = crowded(
         search.evaluator.program(candidate),
@@ -149,20 +149,20 @@ def aimed(
 
 
 def way_of(line: Line) -> tuple[bool, int, frozenset[str]]:
-    """What tells forms of a step apart: norms that are undone, operations, and runs in parts."""
+    """Return what distinguishes forms of a graph: undone norms, operations, and runs in parts."""
     parts = frozenset(str(n.target) for n in line.nodes if isinstance(n.target, Parts))
     return any(map(is_inverse, line.joint.forward)), len(line.nodes), parts
 
 
 def room_bytes(joint: JointGraph) -> int:
-    """Most that an operation reads and makes, with the gradients of the step that are there."""
+    """Return the most bytes that an operation reads and makes, with gradients made before it."""
     table, given = joint.storages, joint.storages.of((*joint.given, *joint.tangents))
     returned = table.of(joint.gradients) - given
-    there: frozenset[int] = frozenset()
+    made: frozenset[int] = frozenset()
     most_bytes = 0
     for node in (*joint.forward, *joint.backward):
         own = table.of((node, *node.all_input_nodes)) - given
         working = parts.part_bytes if (parts := parts_of(node)) else 0
-        most_bytes = max(most_bytes, table.total(own | there) + working)
-        there |= own & returned
+        most_bytes = max(most_bytes, table.total(own | made) + working)
+        made |= own & returned
     return most_bytes

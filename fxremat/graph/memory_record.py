@@ -1,4 +1,4 @@
-"""What a step holds in memory, as plain data for people."""
+"""What a step holds in memory, as a record for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fxremat.report.memory import Kind, Life, StepMemory, Tensor
 from fxremat.report.modules import common_module
 
 _ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
-"""How Dynamo names the captured module itself, or the functions that call it."""
+"""The prefix by which Dynamo names the captured module, or the functions that call it."""
 
 _WORKSPACE = "workspace of "
 
@@ -39,20 +39,20 @@ def roles_of(
     resident: Iterable[torch.Tensor],
     places: Mapping[int, str],
 ) -> dict[int, Kind]:
-    """What primals are, where ``tensors`` has them: parameters, buffers of the model, or inputs.
+    """Return the roles of primals: parameters, buffers of the model, or inputs.
 
     Args:
-        tensors: primals, by index.
+        tensors: values of primals, by index.
         resident: tensors of the model, and arguments.
-        places: of primals that are arguments of the call.
+        places: primals that are arguments of the call.
     """
     owned = {id(tensor) for tensor in resident}
-    found = {}
+    roles = {}
     for index, tensor in tensors.items():
         is_owned = id(tensor) in owned and index not in places
         is_trained = isinstance(tensor, torch.nn.Parameter) or (is_owned and tensor.requires_grad)
-        found[index] = Kind.PARAMETERS if is_trained else Kind.BUFFERS if is_owned else Kind.INPUTS
-    return found
+        roles[index] = Kind.PARAMETERS if is_trained else Kind.BUFFERS if is_owned else Kind.INPUTS
+    return roles
 
 
 def record_memory(
@@ -64,19 +64,19 @@ def record_memory(
     roles: Mapping[int, Kind],
     beside: Mapping[Kind, int],
 ) -> StepMemory:
-    """What is held while ``program`` runs, beside it ``context_bytes``.
+    """Record what is held while ``program`` runs.
 
     Args:
-        program: the calls.
-        context_bytes: of the call of the step.
-        footprints: of its line.
-        moves: what travels.
-        roles: what primals are, where known.
-        beside: bytes of what is there before the step and no primal: gradients, optimizer state and
-            reserve; what is left is told as one.
+        program: the calls of operations.
+        context_bytes: what is held at the call of the step beyond what the graph allocates.
+        footprints: of the program's line.
+        moves: storages that travel.
+        roles: what primals are, where that is known.
+        beside: bytes of what is held before the step and is no primal: gradients, optimizer state
+            and reserve; the rest is recorded as one.
 
-    Ensures: the most at the instants of a call, and what is held at the last of them, is what an
-        evaluation has for it.
+    Ensures: the most at the instants of an operation, and what is held at the last of them, are
+        those of an evaluation.
     """
     line = program.line
     requests = requests_of_step(program, context_bytes, footprints, moves)
@@ -84,49 +84,50 @@ def record_memory(
     for tensor in _given(line.joint, context_bytes, roles, beside):
         record.take(tensor, (tensor.kind, 0))
     calls: list[int] = []
-    turn = 0
+    loss_point = 0
     for index, (call, asked) in enumerate(zip(program.calls, requests.calls, strict=True)):
         if index == program.turn:
-            turn = record.turn(requests.turn, context_bytes)
+            loss_point = record.pass_loss_point(requests.turn, context_bytes)
         released = sum(m.release == index < program.turn for m in moves)
         record.follow(asked[:released])
         calls.append(record.next())
         record.follow(asked[released:], _workspaces(call, footprints))
         record.next()
     if program.turn == len(program.calls):
-        turn = record.turn(requests.turn, context_bytes)
+        loss_point = record.pass_loss_point(requests.turn, context_bytes)
     end = record.next()
     record.follow(requests.end, [Tensor("copy of a gradient", 0, Kind.WORKSPACES)])
     modules = tuple(common_module(map(module_of, s.forward or s.backward)) for s in line.stages)
-    return StepMemory(*record.done(), tuple(calls), turn, end, modules)
+    return StepMemory(*record.done(), tuple(calls), loss_point, end, modules)
 
 
 def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Footprints) -> str:
-    """What the peak of ``program`` is needed for, as ``"addmm in module blocks.3.mlp, at
-    model.py:23 (operation B 13)"``.
+    """Say what the peak of ``program`` is needed for.
+
+    Returns, for instance, ``"addmm in module blocks.3.mlp, at model.py:23 (operation B 13)"``.
     """
     memory = record_memory(program, context_bytes, footprints, (), roles={}, beside={})
     held = memory.held_bytes()
     instant = held.index(max(held))
     if instant == memory.turn:
-        return "the turn between forward and backward"
+        return "the loss point, between forward and backward"
     if instant == memory.end:
-        return "the end of the backward, when all gradients are there"
+        return "the end of the backward, when all gradients exist"
     op = program.calls[bisect_right(memory.calls, instant) - 1].op
-    there = [life for life in memory.lives if life.begin <= instant < life.end]
-    made = [life for life in there if memory.tensors[life.tensor].operation]
-    last = max(made or there, key=lambda life: (life.begin, memory.tensors[life.tensor].nbytes))
+    alive = [life for life in memory.lives if life.begin <= instant < life.end]
+    made = [life for life in alive if memory.tensors[life.tensor].operation]
+    last = max(made or alive, key=lambda life: (life.begin, memory.tensors[life.tensor].nbytes))
     tensor, joint = memory.tensors[last.tensor], program.line.joint
     name = tensor.name.removeprefix(_WORKSPACE)
     lines = (_line_of(node) for node in (*joint.forward, *joint.backward) if node.name == name)
     module = tensor.module or memory.modules[op.stage]
-    told = tensor.operation + f" in module {module}" * bool(module)
+    what = tensor.operation + f" in module {module}" * bool(module)
     line = next(lines, "")
-    return f"{told}, at {line} (operation {op})" if line else f"{told} (operation {op})"
+    return f"{what}, at {line} (operation {op})" if line else f"{what} (operation {op})"
 
 
 def _line_of(node: fx.Node) -> str:
-    """The user's line that an operation, or the one that it is the backward of, comes from."""
+    """Return the user's line of an operation, or of the one that it is the backward of."""
     lines = torch_compat.user_lines(node.stack_trace or "")
     return f"{lines[-1].file}:{lines[-1].number}" if lines else ""
 
@@ -137,29 +138,29 @@ def _given(
     roles: Mapping[int, Kind],
     beside: Mapping[Kind, int],
 ) -> Iterator[Tensor]:
-    """What is there before the step, summed up by its kind."""
+    """Yield what is held before the step, one tensor for each kind."""
     table = joint.storages
     storages: dict[Kind, set[int]] = {
         kind: set() for kind in (Kind.PARAMETERS, Kind.BUFFERS, Kind.INPUTS)
     }
-    seen: set[int] = set()
+    counted: set[int] = set()
     for index, node in enumerate((*joint.primals, *joint.constants)):
         is_primal = index < len(joint.primals)
         likely = is_primal and joint.backward_outputs[index] is not None
         kind = roles.get(index, Kind.PARAMETERS if likely else Kind.INPUTS)
-        new = {*table.of_node[node]} - seen
+        new = {*table.of_node[node]} - counted
         storages[kind if is_primal else Kind.BUFFERS] |= new
-        seen |= new
+        counted |= new
     for kind, own in storages.items():
         yield Tensor(f"{len(own)} {kind.value}", table.total(own), kind)
     for kind, nbytes in beside.items():
         yield Tensor(_BESIDE[kind], nbytes, kind)
-    other = context_bytes.given_bytes - table.total(seen) - sum(beside.values())
+    other = context_bytes.given_bytes - table.total(counted) - sum(beside.values())
     yield Tensor("what else is held", other, Kind.OTHER)
 
 
 def _workspaces(call: Call, footprints: Footprints) -> Iterator[Tensor]:
-    """Workspaces of a call's operations, in order; how large they are, its requests say."""
+    """Yield the workspaces of a call's operations, in order; their bytes are in its requests."""
     for step in footprints.steps(call.block):
         if step.workspace_bytes > 0 and step.node is not None:
             name, operation = f"{_WORKSPACE}{step.node.name}", _operation(step.node)
@@ -171,12 +172,12 @@ _LOSS = Tensor("loss outside the model", 0, Kind.LOSS)
 _TANGENT = Tensor("gradient of an output", 0, Kind.LOSS)
 
 Key = tuple[Kind | None, int]
-"""By which a tensor is given back: a storage, or what no storage is known of."""
+"""What identifies a tensor: its storage, or its kind where no storage has a number."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """Requests as lives of tensors."""
+    """Turns requests into lives of tensors."""
 
     line: Line
     tensors: dict[Tensor, int] = field(default_factory=dict)
@@ -184,7 +185,7 @@ class _Record:
     open: defaultdict[Key, list[tuple[Tensor, int]]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    known: dict[int, Tensor] = field(default_factory=dict)
+    of_storage: dict[int, Tensor] = field(default_factory=dict)
     gradients: frozenset[int] = field(init=False)
     tangents: frozenset[int] = field(init=False)
     outputs: frozenset[int] = field(init=False)
@@ -206,20 +207,20 @@ class _Record:
         return self.now
 
     def take(self, tensor: Tensor, key: Key) -> None:
-        """A tensor is held from now on."""
+        """Hold a tensor from now on."""
         if self.gave:
             self.next()
         self.open[key].append((tensor, self.now))
 
     def give(self, key: Key) -> Tensor:
-        """A tensor is not held any more from the next instant on."""
+        """Release a tensor at the next instant."""
         tensor, begin = self.open[key].pop()
         self._live(tensor, begin, self.now + 1)
         self.gave = True
         return tensor
 
     def follow(self, requests: Iterable[Request], workspaces: Iterable[Tensor] = ()) -> None:
-        """Take and give what is asked for."""
+        """Take and give the tensors of ``requests``."""
         workspaces = iter(workspaces)
         for key, nbytes in requests:
             if nbytes < 0:
@@ -231,8 +232,8 @@ class _Record:
             else:
                 self.take(self._of(key), (None, key))
 
-    def turn(self, requests: tuple[Request, ...], context_bytes: ContextBytes) -> int:
-        """The turn; returns its instant."""
+    def pass_loss_point(self, requests: tuple[Request, ...], context_bytes: ContextBytes) -> int:
+        """Follow the requests of the loss point; return its instant."""
         released = sum(nbytes < 0 <= key for key, nbytes in requests)
         self.follow(requests[:released])
         if context_bytes.released_bytes:
@@ -251,9 +252,9 @@ class _Record:
         return instant
 
     def drop_outputs(self, nbytes: int) -> None:
-        """Take bytes off the outputs, from the next instant on: the loop has let go of them.
+        """Release bytes of the outputs at the next instant, as the loop does.
 
-        What the outputs do not cover is taken off what else is held.
+        What exceeds the outputs is released from what else is held.
         """
         for key in sorted(self.outputs):
             if nbytes > 0 and self.open[None, key]:
@@ -265,13 +266,13 @@ class _Record:
             self.shrink(Kind.OTHER, nbytes)
 
     def shrink(self, kind: Kind, nbytes: int) -> None:
-        """Take bytes off what is shown as one tensor of a kind, from the next instant on."""
+        """Release bytes of what is recorded as one tensor of a kind, at the next instant."""
         tensor = self.give((kind, 0))
         left = replace(tensor, nbytes=tensor.nbytes - nbytes)
         self.open[kind, 0].append((left, self.now + 1))
 
     def done(self) -> tuple[tuple[Tensor, ...], tuple[Life, ...]]:
-        """All tensors, and their lives: what is not given back is held until the end."""
+        """Return all tensors, and their lives; what was not given is held until the end."""
         end = self.now + 1
         for own in self.open.values():
             for tensor, begin in own:
@@ -284,7 +285,7 @@ class _Record:
             self.lives.append(Life(self.tensors.setdefault(tensor, len(self.tensors)), begin, end))
 
     def _of(self, storage: int) -> Tensor:
-        if storage not in self.known:
+        if storage not in self.of_storage:
             joint = self.line.joint
             owner = joint.storages.owner[storage]
             if storage in self.gradients:
@@ -293,7 +294,7 @@ class _Record:
                 kind = Kind.ACTIVATIONS
             else:
                 kind = Kind.PASSING
-            self.known[storage] = Tensor(
+            self.of_storage[storage] = Tensor(
                 owner.name,
                 joint.storages.nbytes[storage],
                 kind,
@@ -301,17 +302,17 @@ class _Record:
                 _operation(owner),
                 module_of(owner),
             )
-        return self.known[storage]
+        return self.of_storage[storage]
 
 
 def _operation(node: fx.Node) -> str:
-    """The operation of a node without namespace and overload, e.g. ``"addmm"``."""
+    """Return the operation of a node without namespace and overload, e.g. ``"addmm"``."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return str(getattr(packet, "__name__", packet))
 
 
 def module_of(node: fx.Node) -> str:
-    """Where in the model an operation, or the one that it is the backward of, comes from."""
+    """Return the module of an operation, or of the one that it is the backward of."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""

@@ -51,54 +51,63 @@ def pools(
     Raises:
         CostError: an operation cannot be measured, and no plan was made before.
     """
-    at_first_size = run and context.sizes == graph.sizes.hints
-    are_new = ensure_searched(graph, context) and at_first_size
-
-    def evaluated() -> list[Pool]:
-        held = graph.held(context)
-        resized = variants_at(graph, context.sizes, run=run, bits=bits)
-        return [
-            own.pool.at(variant.measured, held, budget_bytes=budget_bytes)
-            for own, variant in zip(graph.variants, resized, strict=True)
-            if own.pool is not None and may_follow(graph, context, own.form)
-        ]
-
-    evaluated_pools = evaluated()
-    if not run:
-        return evaluated_pools
-    evaluated_pools = _with_sent(graph, context.sizes, evaluated_pools)
-    if budget_bytes is None or least_of(evaluated_pools).least_bytes <= budget_bytes:
-        return evaluated_pools
+    are_new = ensure_searched(graph, context) and run and context.sizes == graph.sizes.hints
+    evaluated = _evaluated(graph, context, budget_bytes, run=run, bits=bits)
+    if not run or budget_bytes is None or least_of(evaluated).least_bytes <= budget_bytes:
+        return evaluated
     count = len(graph.variants)
-
-    def widened(found: list[Pool]) -> list[Pool]:
-        if not are_new and (needed or graph.further.spending.allows_search(graph.joint, count)):
-            searched = search_again(graph, context, bits=bits)
-            found = [*_with_sent(graph, context.sizes, searched), *found]
-        while (least_bytes := least_of(found).least_bytes) > budget_bytes:
-            is_new = search_unshared(graph, context, needed=needed) or search_aimed(
-                graph, context, found, budget_bytes, needed=needed
-            )
-            is_new = is_new or search_next(graph, context, below_bytes=least_bytes, needed=needed)
-            # Last, what a budget of any size would lead to: errors name the least of that.
-            if not is_new and not search_aimed(graph, context, found, 0, needed=needed):
-                break
-            found = _with_sent(graph, context.sizes, evaluated())
-            if not at_first_size and least_of(found).least_bytes > budget_bytes:
-                search_last(graph, context, bits=bits)
-                found = _with_sent(graph, context.sizes, evaluated())
-        return found
-
     try:
-        evaluated_pools = widened(evaluated_pools)
+        if not are_new and (needed or graph.further.spending.allows_search(graph.joint, count)):
+            again = search_again(graph, context, bits=bits)
+            evaluated = [*_with_sent(graph, context.sizes, again), *evaluated]
+        evaluated = _widened(graph, context, budget_bytes, evaluated, bits=bits, needed=needed)
     except CostError:  # as in a profiler: a running job goes on with what was measured before
         if not graph.started:
             raise
-        evaluated_pools = _with_sent(graph, context.sizes, evaluated())
-    least_bytes = least_of(evaluated_pools).least_bytes
-    if context.scaled and least_bytes > budget_bytes:
+        evaluated = _evaluated(graph, context, budget_bytes, run=run, bits=bits)
+    if context.scaled and least_of(evaluated).least_bytes > budget_bytes:
         return pools(graph, replace(context, scaled=False), budget_bytes, needed=needed)
-    return evaluated_pools
+    return evaluated
+
+
+def _evaluated(
+    graph: Graph, context: StepContext, budget_bytes: int | None, *, run: bool, bits: bool
+) -> list[Pool]:
+    """Evaluate the candidates of the capture's sizes in a context; see :func:`pools`."""
+    held = graph.held(context)
+    resized = variants_at(graph, context.sizes, run=run, bits=bits)
+    evaluated = [
+        own.pool.at(variant.measured, held, budget_bytes=budget_bytes)
+        for own, variant in zip(graph.variants, resized, strict=True)
+        if own.pool is not None and may_follow(graph, context, own.form)
+    ]
+    return _with_sent(graph, context.sizes, evaluated) if run else evaluated
+
+
+def _widened(
+    graph: Graph,
+    context: StepContext,
+    budget_bytes: int,
+    result: list[Pool],
+    *,
+    bits: bool,
+    needed: bool,
+) -> list[Pool]:
+    """Search further variants until a candidate fits, or none is left; see :func:`pools`."""
+    at_first_size = context.sizes == graph.sizes.hints
+    while (least_bytes := least_of(result).least_bytes) > budget_bytes:
+        is_new = search_unshared(graph, context, needed=needed) or search_aimed(
+            graph, context, result, budget_bytes, needed=needed
+        )
+        is_new = is_new or search_next(graph, context, below_bytes=least_bytes, needed=needed)
+        # Last, what a budget of any size would lead to: errors name the least of that.
+        if not is_new and not search_aimed(graph, context, result, 0, needed=needed):
+            break
+        result = _evaluated(graph, context, budget_bytes, run=True, bits=bits)
+        if not at_first_size and least_of(result).least_bytes > budget_bytes:
+            search_last(graph, context, bits=bits)
+            result = _evaluated(graph, context, budget_bytes, run=True, bits=bits)
+    return result
 
 
 def least_bytes(
@@ -110,8 +119,8 @@ def least_bytes(
     needed: bool = True,
 ) -> int:
     """Return the least budget of a call; arguments are those of :func:`pools`."""
-    found = pools(graph, context, budget_bytes, bits=bits, needed=needed)
-    return least_of(found).least_bytes
+    result = pools(graph, context, budget_bytes, bits=bits, needed=needed)
+    return least_of(result).least_bytes
 
 
 def room_bytes(graph: Graph, context: StepContext) -> int:
@@ -169,11 +178,11 @@ def least_bytes_from_scratch(
     return min(each)
 
 
-def _with_sent(graph: Graph, sizes: Values, found: list[Pool]) -> list[Pool]:
+def _with_sent(graph: Graph, sizes: Values, result: list[Pool]) -> list[Pool]:
     """Return pools that look at what travels in plans of other contexts, too."""
     if sizes not in graph.sent:
-        return found
-    each = itertools.zip_longest(found, graph.sent[sizes], fillvalue=())  # variants came later
+        return result
+    each = itertools.zip_longest(result, graph.sent[sizes], fillvalue=())  # variants came later
     return [pool.with_sent(sent) for pool, sent in each if pool]
 
 

@@ -1,4 +1,4 @@
-"""Steps that do not fit once training goes on: what grew, and what the user can do about it."""
+"""Steps of a running job that do not fit: what has grown, and what the user can do about it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fxremat.options.budget import TrainingBudget
 from fxremat.units import format_bytes
 
 TOLERATED_BYTES = 512
-"""So much more than its budget may a step take before anybody hears of it: the smallest block of an
-allocator, as one number of the loop needs that nobody sees, such as its last loss."""
+"""How much more than its budget a step may take without a warning: the smallest block of an
+allocator, as a scalar of the loop needs that is not counted, such as its last loss."""
 
 user_line = torch_compat.user_line
 
@@ -25,7 +25,7 @@ class Shortfall:
     """A step that no plan keeps within the budget.
 
     Attributes:
-        budget_bytes: of the model.
+        budget_bytes: the budget of the model.
         least_bytes: what the plan of least memory takes.
         grown: what takes more than when the budget was resolved, and by how much.
         line: of the user's code that runs the step.
@@ -44,9 +44,9 @@ class Shortfall:
 
         Args:
             budget: of the model.
-            held: what the call found, and its bytes.
-            error: that planning raised.
-            is_new: the budget was resolved for another graph, or for other sizes.
+            held: what is held at the call, and its bytes.
+            error: raised by planning.
+            is_new: whether the budget was resolved for another graph, or for other sizes.
         """
         least_bytes = error.least_budget_bytes or 0
         grown = _most_of(growth(budget.counted, held), least_bytes - (budget.nbytes or 0))
@@ -55,7 +55,7 @@ class Shortfall:
         return Shortfall(budget.nbytes or 0, least_bytes, grown, user_line())
 
     def __str__(self) -> str:
-        """The message of the warning."""
+        """Return the message of the warning."""
         over = self.least_bytes - self.budget_bytes
         what = ", ".join(
             f"{name} ({nbytes} bytes, {format_bytes(nbytes)}, more)" if nbytes else name
@@ -71,7 +71,7 @@ class Shortfall:
         )
 
     def warn(self) -> None:
-        """Issue the warning, unless it is of next to nothing."""
+        """Issue the warning, unless the excess is tolerated."""
         if excess_bytes(self.least_bytes, self.budget_bytes):
             warn(str(self))
 
@@ -83,17 +83,17 @@ def growth(before: Mapping[str, int], now: Mapping[str, int]) -> tuple[tuple[str
 
 
 def _most_of(grown: tuple[tuple[str, int], ...], over: int) -> tuple[tuple[str, int], ...]:
-    """The first of them, up to those that together are more than what is ``over``."""
+    """Return the first ones, up to those that together are more than ``over`` bytes."""
     sums = [0, *itertools.accumulate(nbytes for _, nbytes in grown)]
     return tuple(one for one, before in zip(grown, sums, strict=False) if before <= over)
 
 
 def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
-    """Warn that a step in which a model was planned has taken more than its budget.
+    """Warn that a step that was planned as it began has taken more than its budget.
 
     Args:
-        peak_bytes: while its operations were measured, with what the model holds.
-        budget_bytes: of the model.
+        peak_bytes: the peak while operations were measured, with what the model holds.
+        budget_bytes: the budget of the model.
     """
     over = peak_bytes - budget_bytes
     line = user_line()
@@ -107,7 +107,7 @@ def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
 
 
 def warn_counted(peak_bytes: int, budget_bytes: int) -> None:
-    """Warn of a step over its budget that was counted by the allocator, but not watched."""
+    """Warn of a step over its budget by the allocator's count, which was not watched."""
     over = excess_bytes(peak_bytes, budget_bytes)
     if not over:
         return
@@ -119,7 +119,7 @@ def warn_counted(peak_bytes: int, budget_bytes: int) -> None:
 
 
 def excess_bytes(nbytes: int, budget_bytes: int) -> int:
-    """Bytes by which a step takes more than its budget; 0 for what is tolerated."""
+    """Return the bytes by which a step exceeds its budget; 0 if that is tolerated."""
     over = nbytes - budget_bytes
     return over if over > TOLERATED_BYTES else 0
 

@@ -24,7 +24,7 @@ class Signature:
         gradients: primals that get a gradient, and the index of each gradient among the tensors
             that are differentiated.
         without_gradient: primals that get none.
-        passed: results of the backward that are inputs of the forward, by place.
+        passed: results of the backward that are inputs of the forward, by index.
         storages: primals and the bytes of their storages, as expressions of the sizes.
     """
 
@@ -66,10 +66,10 @@ class Signature:
 
 
 def results_of(joint: fx.GraphModule, output_count: int) -> tuple[int, ...]:
-    """Let the backward of ``joint`` have a result for each primal; places of those that it had.
+    """Give the backward of ``joint`` a result for each primal; return indices of those that it had.
 
     Raises:
-        CaptureError: they cannot be told apart.
+        CaptureError: an operation has ordered effects, so results cannot be distinguished.
     """
     places = torch_compat.spread_results(joint, forward_output_count=output_count)
     if places is None:

@@ -1,4 +1,4 @@
-"""How much work planning may put into forms of a step that are not needed to fit."""
+"""The work that planning may put into forms of a graph that are not needed to fit."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.split.run import Looks
 
 USUAL_LOOKS = 600_000
-"""At operations, in search of runs, at an effort of 1: some 4 microseconds each."""
+"""Looks at operations in a search of runs, at an effort of 1; each takes some 4 microseconds."""
 
 LOOKS_EACH = 250
-"""For each operation of a step, where that is more: a millisecond, half of what it takes else."""
+"""Looks for each operation of a graph, where these are more: a millisecond, half of what else
+planning takes for it."""
 
 LOOKS_TO_PLAN = 120
-"""What it takes to measure and plan a form, for each of its operations, in such looks."""
+"""What it takes to measure and plan a form, for each of its operations, in looks."""
 
 LOOKS_TO_SEARCH = 60
 """Of that, to search for schedules once it is measured."""
 
 LOOKS_IN_STEP = 200_000
-"""Of a plan that is made inside a training step: less than a second."""
+"""Looks of a plan that is made inside a training step: less than a second."""
 
 
 @dataclass(slots=True)
@@ -31,9 +32,9 @@ class Spending:
     Work is counted in operations, not in seconds, so plans are the same in any process.
 
     Attributes:
-        asked: in multiples of what is usual.
-        spent: looks up to now, at forms that were not needed.
-        is_spent: a form was not looked at for it.
+        asked: the effort, in multiples of the usual one.
+        spent: looks so far at forms that were not needed.
+        is_spent: whether a form was skipped, as the effort is spent.
     """
 
     asked: float
@@ -41,12 +42,12 @@ class Spending:
     is_spent: bool = False
 
     def looks(self, joint: JointGraph, *, needed: bool, in_step: bool) -> Looks | None:
-        """What the search for one more form may take; ``None``: none may be looked at.
+        """Return the looks that the search for one more form may take; ``None``: none.
 
         Args:
-            joint: the step.
-            needed: nothing fits without it: no effort is too much.
-            in_step: a training step waits for it.
+            joint: the graph.
+            needed: whether nothing fits without the form: then there is no limit.
+            in_step: whether a training step waits for it.
         """
         if needed:
             return Looks()
@@ -59,16 +60,20 @@ class Spending:
         return None if self.is_spent else Looks(None if math.isinf(left) else int(left))
 
     def allows_search(self, joint: JointGraph, forms: int) -> bool:
-        """Whether schedules of so many forms may be searched for anew while a training step waits,
-        where that is not needed to fit.
+        """Return whether schedules of ``forms`` forms may be searched while a training step waits.
+
+        Schedules that are needed to fit are searched without a limit.
         """
         operations = len(joint.forward) + len(joint.backward)
         return forms * LOOKS_TO_SEARCH * operations <= self.asked * LOOKS_IN_STEP
 
     def spend(self, looks: Looks, joint: JointGraph, *, taken: bool) -> bool:
-        """Count what a form took that was not needed, and that was ``taken`` for a further one.
+        """Count the looks at a form that was not needed; return whether they were enough.
 
-        Returns whether the looks were enough.
+        Args:
+            looks: as :meth:`looks` has returned them.
+            joint: the graph.
+            taken: whether the form was new, so that it was measured and planned.
         """
         operations = len(joint.forward) + len(joint.backward)
         self.spent += looks.count + (LOOKS_TO_PLAN * operations if taken else 0)

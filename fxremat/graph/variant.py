@@ -23,7 +23,7 @@ class Variant:
         origin: what its costs hold for.
         blocks: the blocks of its stages.
         measured: its stages, and what they cost.
-        base: what is held at every call beside what the graph allocates.
+        base: what is held at every call beyond what the graph allocates.
         form: how its operations are computed.
         scaled: its costs at any sizes; ``None`` before another size is asked for.
         pool: its candidates at the sizes of the capture; ``None`` before they are searched for.

@@ -1,4 +1,4 @@
-"""Comparisons of runs in parts with their operations at once, while a model trains."""
+"""Comparisons of runs in parts with the same operations at once, while a model trains."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fxremat.passes.split.parts import Parts
 from fxremat.units import format_bytes
 
 MOST_MEASURED = 32
-"""After so many steps in a row that were due, and measured instead, a warning is given."""
+"""Steps in a row that were due, and measured instead, before a warning is given."""
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Compares one run of a plan in every so many steps, on the numbers of the step.
+    """Compares one run of a plan in every ``every`` steps, on the numbers of the step.
 
-    The operations at once take memory that the plan does not have, so a run is compared only where
+    The operations at once take memory that the plan does not count, so a run is compared only where
     the budget has room for them above the plan's peak. A step that is measured is not compared, as
-    the plans that follow would count the comparison as the step's.
+    later plans would count the comparison as the step's.
 
     Attributes:
-        every: in each such step; 0: never.
+        every: the number of steps from one comparison to the next; 0: never.
     """
 
     every: int
@@ -32,7 +32,7 @@ class Comparison:
     _measured: int = 0
 
     def is_due(self, number: int, *, measured: bool) -> bool:
-        """Whether a run of a step is to be compared.
+        """Return whether a run of a step is to be compared.
 
         Args:
             number: of the step.
@@ -50,7 +50,7 @@ class Comparison:
         return not measured
 
     def cancel(self) -> None:
-        """Forget a comparison whose step has ended without it."""
+        """Cancel a comparison whose step has ended without it."""
         if self._next is not None:
             self._next.compare_next(None)
             self._next = None
@@ -64,21 +64,21 @@ class Comparison:
         takes_bytes: Callable[[Parts], int],
         refuse: Callable[[Parts], None],
     ) -> None:
-        """Let one of the runs of a step be compared when it is called.
+        """Compare one of the runs of a step when it is called.
 
         Args:
-            runs: of its plan.
+            runs: of the step's plan.
             number: of the step.
-            room_bytes: that the budget leaves above the plan's peak.
-            takes_bytes: what comparing a run takes.
-            refuse: called with a run that has other bits, of which a warning was given.
+            room_bytes: what the budget leaves above the plan's peak.
+            takes_bytes: returns what comparing a run takes.
+            refuse: is called with a run that gave other bits, after a warning.
         """
         if not runs:
             return
         takes = {run: takes_bytes(run) for run in runs}
         fit = [run for run in runs if takes[run] <= room_bytes]
         if not fit:
-            self._has_no_room(min(takes.values()), room_bytes)
+            self._warn_of_no_room(min(takes.values()), room_bytes)
             return
         run = fit[number // self.every % len(fit)]
 
@@ -96,8 +96,8 @@ class Comparison:
         self._next = run
         run.compare_next(report)
 
-    def _has_no_room(self, least_bytes: int, room_bytes: int) -> None:
-        """Warn once that the budget of a step has room for no comparison."""
+    def _warn_of_no_room(self, least_bytes: int, room_bytes: int) -> None:
+        """Warn once that the budget of a step has no room for a comparison."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -110,7 +110,12 @@ class Comparison:
 
 
 def runs_in(form: Form, targets: Sequence[object]) -> list[Parts]:
-    """The runs in parts of a step in a form that are to have the bits of the operations at once."""
+    """Return the runs in parts of a step that must have the bits of the operations at once.
+
+    Args:
+        form: of the step.
+        targets: of its nodes.
+    """
     if not (form.exact and form.has_parts):
         return []
     return [*dict.fromkeys(t for t in targets if isinstance(t, Parts))]

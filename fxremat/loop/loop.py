@@ -1,4 +1,4 @@
-"""What is true of a model between its steps, whatever graphs it is captured in."""
+"""The training loop around one model, whatever graphs the model is captured in."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from fxremat.runtime.profile import Watcher
 from fxremat.runtime.steps import InFlight
 
 _loops: weakref.WeakSet[Loop] = weakref.WeakSet()
-"""Of all networks that are compiled in this process."""
+"""The loops of all networks that are compiled in this process."""
 
 _clock = itertools.count(1)
-"""Numbers of calls, and of compilations, of all networks of this process."""
+"""Numbers calls and compilations of all networks of this process in one order."""
 
 
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    """A model's parameters, buffers and gradients."""
+    """Return a model's parameters, buffers and gradients."""
     tensors = torch_compat.tensors_of_module(model)
     return tensors + [t.grad for t in tensors if t.is_leaf and t.grad is not None]
 
 
 class CurrentCall(threading.local):
-    """The call of the model that goes on in this thread; nothing where none does.
+    """The call of the model that this thread runs; empty where it runs none.
 
     Attributes:
-        resident: tensors of the model, and those of the call.
-        arguments: tensors of the call, and their places in it.
+        resident: returns tensors of the model, and those of the call.
+        arguments: returns tensors of the call, and where in the arguments each is.
     """
 
     def __init__(self) -> None:
@@ -60,25 +60,24 @@ class Loop:
 
     Attributes:
         budget: what the peak of a step may reach.
-        caller: what is needed beside a step.
-        host: what all graphs keep to together of host memory; ``None``: nothing travels.
-        peers: processes that train the same model; ``None``: this one plans for itself.
-        resident: tells the tensors that the step which is captured holds, used or not.
-        given_optimizers: those that ``optimizer=`` names; they are not kept alive.
-        state: that these keep, by parameter.
-        model: that trains, while it is there.
+        caller: what the caller of a step holds.
+        host: the limit of host memory that all graphs share; ``None``: nothing travels.
+        peers: processes that train the same model; ``None``: this one plans by itself.
+        given_optimizers: the optimizers that ``optimizer=`` names; they are not kept alive.
+        state: bytes of the state that these keep, by parameter.
+        model: returns the model, while it exists.
         device: of the model.
-        copies: of the compiled model, as for an average of its weights.
-        call: of the model, that goes on.
+        copies: copies of the compiled model, as for an average of its weights.
+        call: the call of the model that runs.
         in_flight: steps whose backward has not run.
-        watcher: of what a step really takes, one at a time.
-        optimizers: that step the model.
+        watcher: measures what a step takes, one at a time.
+        optimizers: the optimizers that step the model.
         outside: what the loop holds outside the model.
         comparison: of runs in parts with their operations at once.
-        planning: one thread at a time plans: evaluators of one step share their room.
-        born: when it was made, and ``last_call``, when the model was called last, 0 if never, as
-            numbers of one count in the process.
-        on_new: is told of each new plan.
+        planning: the lock of planning: evaluators of one step share buffers.
+        born: number of the compilation of the model.
+        last_call: number of the latest call of the model; 0: it was never called.
+        on_new: is called with each new plan.
     """
 
     budget: TrainingBudget
@@ -100,8 +99,8 @@ class Loop:
     born: int = field(default_factory=lambda: next(_clock))
     last_call: int = 0
     on_new: Callable[[Any], None] | None = None
-    _slack_bytes: int = 0  # the most that was found
-    _all_slack_bytes: int = 0  # of all on the device, when it was found
+    _slack_bytes: int = 0  # the most that was measured
+    _all_slack_bytes: int = 0  # of all on the device, when that was measured
 
     def __post_init__(self, given_optimizers: tuple[object, ...]) -> None:
         given_bytes = sum(self.caller.held_bytes)
@@ -110,32 +109,32 @@ class Loop:
         )
 
     def join(self) -> None:
-        """Let other networks of the process count what this one holds, until :meth:`leave`."""
+        """Have other networks of the process count what this one holds, until :meth:`leave`."""
         _loops.add(self)
 
     def leave(self) -> None:
-        """Let nobody count what the network holds any more."""
+        """Have no other network count what this one holds any more."""
         _loops.discard(self)
 
     def held_tensors(self) -> list[torch.Tensor]:
-        """Parameters, buffers, gradients and optimizer state of the model, whoever calls."""
+        """Return parameters, buffers, gradients and optimizer state of the model."""
         model = self.model()
         return [] if model is None else [*tensors_of(model), *self.optimizers.tensors()]
 
-    def called(self) -> None:
+    def note_call(self) -> None:
         """Note that a call of the model begins."""
         self.last_call = next(_clock)
 
     def _is_active(self, other: Loop) -> bool:
-        """Whether another network has trained since this one was compiled, on its device."""
+        """Return whether another network on the device has trained since this one was compiled."""
         return other.last_call > self.born and other.device == self.device
 
     def look_outside(self, arguments: Iterable[torch.Tensor]) -> None:
-        """Look for what the loop holds outside the model, as a call with ``arguments`` begins."""
+        """Measure what the loop holds outside the model, as a call with ``arguments`` begins."""
         if not self.budget.usual or self.peers is not None or any(self.in_flight):
             return
         if torch_compat.counted_bytes(self.device) is not None:
-            return  # an allocator counts all
+            return  # the allocator counts it
         loops = {self, *_loops}
         tensors = itertools.chain(
             *(loop.held_tensors() for loop in loops),
@@ -148,7 +147,10 @@ class Loop:
         self.outside.look(self.device, keys, given_bytes)
 
     def check_outside(self, peak_bytes: int, *, planned: bool = False) -> None:
-        """Warn of a step that keeps to the budget only without what the loop holds outside."""
+        """Warn of a step that exceeds the budget with what the loop holds outside the model.
+
+        See :meth:`Outside.check` for the arguments.
+        """
         reserve_bytes = self.caller.reserve_bytes
         self.outside.check(peak_bytes, self.budget, reserve_bytes, planned=planned)
 
@@ -158,8 +160,8 @@ class Loop:
         """Warn if measuring inside a training step took more than the budget.
 
         Args:
-            measuring_bytes: the most that it held at once, without what the model holds.
-            inputs: of the call that was planned; what is no tensor is left out.
+            measuring_bytes: the most that measuring held at once, beyond what the model holds.
+            inputs: of the call that was planned; those that are no tensors are ignored.
             device: of the step.
         """
         if self.budget.nbytes is None:
@@ -173,20 +175,20 @@ class Loop:
         if excess_bytes(peak_bytes, self.budget.nbytes):
             warn_of_measuring(peak_bytes, self.budget.nbytes)
 
-    def state_bytes_beside(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Bytes of optimizer state that is counted, of other tensors of the model than these."""
+    def other_state_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Return the bytes of counted optimizer state of all parameters but these."""
         model = self.model()
         if model is None:
             return 0
         counted = (counted_state(self.state, model, some) for some in (None, parameters))
-        of_all, own = map(sum, counted)
-        return of_all - own
+        all_bytes, own_bytes = map(sum, counted)
+        return all_bytes - own_bytes
 
     def networks_bytes(self) -> int:
-        """Bytes that other networks which train in this process, and copies, hold on the device.
+        """Return the bytes that other networks of this process, and copies, hold on the device.
 
-        Their parameters, buffers, gradients and optimizer state, and what their steps in flight
-        have saved. What they share with this one is left out, and so is a network that has not
+        These are parameters, buffers, gradients and optimizer state, and what steps in flight have
+        saved. What they share with this network is left out, and so is a network that has not
         trained since this one was compiled. With ``assume="strict"`` none is counted.
         """
         if not self.budget.usual:
@@ -209,11 +211,11 @@ class Loop:
         return nbytes
 
     def slack_bytes(self, device: torch.device) -> int:
-        """The most by which blocks of what the model held at any call were larger than that.
+        """Return by how much blocks of the model's tensors were larger than these, at most so far.
 
-        A cached block of some megabytes is handed out whole where a part of less than one would be
-        left. So what an optimizer makes in its first step may take more than it asked for, for
-        good.
+        A cached block of some megabytes is handed out whole where less than one megabyte would be
+        left. So the state that an optimizer makes in its first step may take more than its size, as
+        long as it exists.
         """
         total_bytes = torch_compat.slack_bytes(device)
         if total_bytes > self._all_slack_bytes:
@@ -224,6 +226,16 @@ class Loop:
             self._slack_bytes = max(self._slack_bytes, nbytes)
         return self._slack_bytes
 
+    def free_host_bytes(self, later_bytes: int = 0) -> int | None:
+        """Return the host memory that a call may take; ``None``: no limit.
+
+        Args:
+            later_bytes: what later calls of its step are to take.
+        """
+        if self.host is None or self.host.nbytes is None:
+            return None
+        return max(0, self.host.nbytes - self.host.lent_bytes - later_bytes)
+
     def spread_bytes(self) -> int:
-        """Of gradients that exist of tensors that several processes share."""
+        """Return the bytes of existing gradients of tensors that several processes share."""
         return spread_gradient_bytes(self.call.resident())

@@ -1,4 +1,4 @@
-"""The state of optimizers before it exists: its bytes, by one step on small parameters."""
+"""The bytes of optimizers' state before it exists, measured by one step on small parameters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from fxremat.options.readers import Optimizer
 from fxremat.passes.joint.graph import allocated_bytes
 
 SMALL = 1 << 14
-"""Numbers of a parameter that a trial step is made for as it is; larger ones have a stand-in."""
+"""The most elements of a parameter of which a trial step is made as it is; larger ones get a
+stand-in."""
 
 PRIMES = ((), (16411,), (127, 131), (23, 29, 31), (11, 13, 17, 19), (7, 11, 13, 17, 19))
-"""Sizes of a stand-in, by its dimensions: a size of its state says which dimension it follows."""
+"""Sizes of a stand-in, by its number of dimensions: a size of its state shows which one it
+follows."""
 
 CONSTANT = 8
-"""So many numbers of state, or fewer, are taken to be as many for every parameter."""
+"""State of at most this many elements is assumed to have as many for every parameter."""
 
 StateBytes = Mapping[int, tuple[int, ...]]
 """Bytes of each tensor of state, by the ``id`` of its parameter."""
@@ -36,49 +38,49 @@ def optimizer_bytes(
     """Return the bytes of each tensor that optimizers keep for a parameter, on its device.
 
     State that does not exist yet is measured by one step of a copy of the optimizer, on a parameter
-    of the same dtype, device and number of dimensions. What lies on another device, as Adam's count
-    of steps does unless it is ``capturable`` or ``fused``, is not of this device's memory.
+    of the same dtype, device and number of dimensions. State on another device is not counted, such
+    as Adam's count of steps unless it is ``capturable`` or ``fused``.
 
     Args:
         optimizers: of the step; a class stands for its instance with default options.
-        model: whose parameters a class is made of.
+        model: the model whose parameters an instance of a class is made of.
 
     Raises:
-        ArgumentError: an optimizer cannot take such a step, or its class needs more than the
-            parameters.
+        ArgumentError: an optimizer cannot take such a step, or a class needs more arguments than
+            the parameters.
     """
-    found: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+    state_bytes: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
     for optimizer in optimizers:
-        own = _made(optimizer, model)
-        known: dict[object, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        for number, group in enumerate(own.param_groups):
+        instance = _instance_of(optimizer, model)
+        trials: dict[object, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        for number, group in enumerate(instance.param_groups):
             for parameter in group["params"]:
                 local = torch_compat.local_part(parameter)
-                state = _existing_state(own, parameter)
+                state = _existing_state(instance, parameter)
                 if state is None:
                     key = number, parameter.dtype, parameter.device, _stand_in_shape(local)
-                    if key not in known:
-                        known[key] = _tried(own, group, local)
-                    sizes = list(_sizes_for(local, *known[key]))
+                    if key not in trials:
+                        trials[key] = _try_step(instance, group, local)
+                    sizes = list(_sizes_for(local, *trials[key]))
                 else:
                     sizes = [torch_compat.nbytes_of(torch_compat.local_part(v)) for v in state]
-                # One by one: each is asked of the allocator by itself.
-                found[id(parameter)] += tuple(
+                # The allocator rounds each tensor by itself.
+                state_bytes[id(parameter)] += tuple(
                     allocated_bytes(nbytes, parameter.device) for nbytes in sizes
                 )
-    return dict(found)
+    return dict(state_bytes)
 
 
 def counted_state(
     state: StateBytes, model: nn.Module, gradients: Iterable[torch.Tensor] | None
 ) -> tuple[int, ...]:
-    """Return the bytes of each tensor of state that a step is to be planned for.
+    """Return the bytes of each tensor of state that a step is planned for.
 
     Args:
         state: of all optimizers.
-        model: that trains. A parameter of another network is counted whatever it gets.
-        gradients: local parts of parameters that the captured step computes a gradient of: others
-            of the model never get state. ``None``: not all of the step is captured.
+        model: the model that trains. State of parameters of another network is always counted.
+        gradients: local parts of the parameters that the captured step computes a gradient of:
+            others of the model never get state. ``None``: not all of the step is captured.
     """
     left_out: set[int] = set()
     if gradients is not None:
@@ -95,12 +97,12 @@ def check_optimizers(
     """Refuse an optimizer of another model.
 
     Args:
-        optimizers: of the step; a class is of any model.
-        model: that trains. One that does not may have its arguments optimized.
-        call: of the model, whose tensors may be optimized as well.
+        optimizers: of the step; a class is accepted for any model.
+        model: the model that trains. Where nothing of it does, its arguments may be optimized.
+        call: a call of the model, whose tensors may be optimized too.
 
     Raises:
-        ArgumentError: one steps no parameter of ``model``, though there are some.
+        ArgumentError: an optimizer steps no parameter of ``model``, though that has some to train.
     """
     own = {id(p) for p in model.parameters()}
     own |= {id(t) for _, t in call.tensors()} if call is not None else set()
@@ -121,23 +123,23 @@ def check_optimizers(
             )
 
 
-def _made(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+def _instance_of(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     make: Any = optimizer
     try:
-        made: torch.optim.Optimizer = make([p for p in model.parameters() if p.requires_grad])
+        instance: torch.optim.Optimizer = make([p for p in model.parameters() if p.requires_grad])
     except (TypeError, ValueError) as error:
         raise _refused(
-            optimizer, f"{optimizer.__name__} cannot be made of the parameters alone ({error})"
+            optimizer, f"{optimizer.__name__} needs more than the parameters ({error})"
         ) from error
-    return made
+    return instance
 
 
 def _existing_state(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor
 ) -> list[torch.Tensor] | None:
-    """State that is on the parameter's device already; ``None``: there is no state yet."""
+    """Return a parameter's state that is on its device; ``None``: it has no state yet."""
     state = optimizer.state.get(parameter)
     if not state:
         return None
@@ -146,7 +148,7 @@ def _existing_state(
 
 
 def _stand_in_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a parameter whose state is made in place of that of ``parameter``."""
+    """Return the shape of the stand-in for ``parameter``."""
     shape = tuple(parameter.shape)
     if parameter.numel() <= SMALL:
         return shape
@@ -158,10 +160,10 @@ def _stand_in_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(by_size.get(size, size) for size in shape)
 
 
-def _tried(
+def _try_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A stand-in of ``parameter``, and the state that one step keeps for it on its device."""
+    """Return a stand-in for ``parameter``, and the state on its device that one step makes."""
     shape, dtype, device = _stand_in_shape(parameter), parameter.dtype, parameter.device
     probe = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
     probe.grad = torch.ones_like(probe)
@@ -173,7 +175,7 @@ def _tried(
     except Exception as error:  # of the user's class
         name = type(optimizer).__name__
         raise _refused(
-            optimizer, f"the state of {name} cannot be found by a trial step ({error})"
+            optimizer, f"the state of {name} cannot be measured by a trial step ({error})"
         ) from error
     kept = trial.state[probe].values()
     state = [v for v in kept if isinstance(v, torch.Tensor) and v.device == probe.device]
@@ -183,23 +185,23 @@ def _tried(
 def _sizes_for(
     parameter: torch.Tensor, probe: torch.Tensor, state: Iterable[torch.Tensor]
 ) -> Iterator[int]:
-    """Bytes of each tensor of state of ``parameter``, by that of its stand-in."""
+    """Yield the bytes of each tensor of state of ``parameter``, computed from its stand-in's."""
     if parameter.shape == probe.shape:
         yield from (value.nbytes for value in state)
         return
     real = dict(zip(probe.shape, parameter.shape, strict=True))
     count, probed = parameter.numel(), probe.numel()
     for value in state:
-        own = value.numel()
-        if own == probed:
-            numbers = count
-        elif own > CONSTANT and all(size == 1 or size in real for size in value.shape):
-            numbers = math.prod(real.get(size, size) for size in value.shape)
-        elif own > CONSTANT:  # one for each block of so many
-            numbers = math.ceil(count * own / probed)
+        kept = value.numel()
+        if kept == probed:
+            elements = count
+        elif kept > CONSTANT and all(size == 1 or size in real for size in value.shape):
+            elements = math.prod(real.get(size, size) for size in value.shape)
+        elif kept > CONSTANT:  # one for each block of elements
+            elements = math.ceil(count * kept / probed)
         else:
-            numbers = own
-        yield numbers * value.element_size()
+            elements = kept
+        yield elements * value.element_size()
 
 
 def _refused(optimizer: object, why: str) -> ArgumentError:

@@ -20,25 +20,25 @@ from fxremat.runtime.steps import SCALAR_BYTES
 from fxremat.units import format_bytes
 
 FIRST = 4
-"""First calls at which a loop's tensors are measured."""
+"""First calls of the model at which a loop's tensors are measured."""
 
 MOST_SHARE = 0.01
-"""Share of the time between two looks that a look may take."""
+"""Share of the time between two measurements that one may take."""
 
 _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @dataclass(slots=True)
 class Outside:
-    """What a loop has allocated outside the model since that was compiled, and still holds.
+    """Tensors that a loop has allocated outside the model since that was compiled, and holds.
 
-    Targets of the loss, a prefetched batch, an average of the weights, results of an evaluation: no
-    plan counts them, and on a CPU nothing else shows them. Tensors that existed when the model was
-    compiled, such as a data set, are left out.
+    These are targets of the loss, a prefetched batch, an average of the weights, results of an
+    evaluation. No plan counts them, and on a CPU no allocator does. Tensors that existed when the
+    model was compiled, such as a data set, are left out.
 
     Attributes:
-        nbytes: at the latest look.
-        calls: of the model, so far.
+        nbytes: their bytes when they were measured last.
+        calls: how often the model was called.
     """
 
     nbytes: int = 0
@@ -47,21 +47,21 @@ class Outside:
     _has_begun: bool = False
     _has_warned: bool = False
     _seconds: float = 0.0
-    _looked_at: float = field(default_factory=perf_counter)
+    _measured_at: float = field(default_factory=perf_counter)
 
     def begin(self, device: torch.device) -> None:
-        """Leave out, from now on, what exists now."""
+        """Leave out what exists now from later measurements."""
         self._has_begun = True
         for tensor in _tensors_on(device):
             alive = torch_compat.StorageAlive(tensor)
             self._before[alive.key] = alive
 
     def is_due(self) -> bool:
-        """Whether to look as a call of the model begins: at its first calls, and at some later."""
+        """Return whether to measure as a call of the model begins: at the first and some later."""
         self.calls += 1
         if not self._has_begun or (self.calls > FIRST and self.calls % WATCH_EVERY):
             return False
-        since_s = perf_counter() - self._looked_at
+        since_s = perf_counter() - self._measured_at
         return self.calls <= FIRST or self._seconds <= MOST_SHARE * since_s
 
     def look(self, device: torch.device, counted_keys: Iterable[int], given_bytes: int) -> None:
@@ -69,8 +69,8 @@ class Outside:
 
         Args:
             device: of the model.
-            counted_keys: of storages that are counted elsewhere.
-            given_bytes: of the target of ``loss=`` and of ``reserve=``, which count some of it.
+            counted_keys: keys of storages that are counted elsewhere.
+            given_bytes: what the target of ``loss=`` and ``reserve=`` count of it already.
         """
         now = perf_counter()
         self._before = {key: alive for key, alive in self._before.items() if alive}
@@ -81,8 +81,8 @@ class Outside:
                 counted.add(key)
                 nbytes += tensor.untyped_storage().nbytes()
         self.nbytes = max(0, nbytes)
-        self._looked_at = perf_counter()
-        self._seconds = self._looked_at - now
+        self._measured_at = perf_counter()
+        self._seconds = self._measured_at - now
 
     def check(
         self, peak_bytes: int, budget: TrainingBudget, reserve_bytes: int, *, planned: bool = False
@@ -90,15 +90,17 @@ class Outside:
         """Warn of a step that keeps to the budget without these tensors, and not with them.
 
         Args:
-            peak_bytes: of what is counted.
-            budget: of the model. A share or ``"min"`` is warned of once.
-            reserve_bytes: that the user has set aside.
-            planned: the peak is the plan's, as only a part of the step was measured.
+            peak_bytes: the peak of what is counted.
+            budget: of the model. For a share or ``"min"`` the warning is given once.
+            reserve_bytes: what the user has set aside by ``reserve=``.
+            planned: whether the peak is the plan's, as only a part of the step was measured.
         """
         budget_bytes = budget.nbytes
-        peak_bytes -= SCALARS * SCALAR_BYTES  # which are given, and allocated again by the step
+        peak_bytes -= (
+            SCALARS * SCALAR_BYTES
+        )  # scalars that are held before a step, and allocated again by it
         if budget_bytes is None or excess_bytes(peak_bytes, budget_bytes):
-            return  # it has a warning already
+            return  # that has a warning already
         over = excess_bytes(peak_bytes + self.nbytes, budget_bytes)
         if not self.nbytes or not over or (budget.is_relative and self._has_warned):
             return
@@ -118,16 +120,17 @@ class Outside:
 
 
 def _tensors_on(device: torch.device) -> list[torch.Tensor]:
-    """Dense tensors on a device that Python holds, or that are parts of sparse ones it holds, of
-    more than one number.
+    """Return dense tensors on a device that Python objects hold, with more than one number.
+
+    Parts of sparse tensors are included.
     """
     tensors = []
-    every = gc.get_objects()  # often a million: a loop in Python would be slower
-    for one in compress(every, map(_TYPES.__contains__, map(type, every))):
-        if one.device != device:
+    objects = gc.get_objects()  # often a million: a loop in Python would be slower
+    for tensor in compress(objects, map(_TYPES.__contains__, map(type, objects))):
+        if tensor.device != device:
             continue
         with contextlib.suppress(RuntimeError):  # a wrapper of a transform has no storage
-            for part in torch_compat.dense_parts(one):
+            for part in torch_compat.dense_parts(tensor):
                 if part.untyped_storage().nbytes() > SCALAR_BYTES:
                     tensors.append(part)
     return tensors

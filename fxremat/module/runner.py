@@ -90,7 +90,7 @@ class Runner:
             self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._run))
         self._regions = tuple(regions)
         if regions:
-            training.regions.notices.breaks = None  # they are asked for
+            training.regions.warnings.breaks = None  # they are asked for
             self._capture_separately()
         self._device = device_of(original)
         # Dynamo keeps compiled code for longer than this lives.
@@ -222,7 +222,7 @@ class Runner:
         self._hooks = hooks_of(self._inner)
         self._capture_separately()
         if not training.dry:
-            training.regions.call(
+            training.regions.begin_call(
                 training.loop, self._device, lambda: self._there_bytes(args, kwargs)
             )
         training.regions.captured = True  # what failed is in circles, with the batch
@@ -322,19 +322,19 @@ class Runner:
                     loop.look_outside(given)
                 regions.called = True
                 if regions.several:
-                    regions.call(loop, self._device, lambda: self._there_bytes(args, kwargs))
+                    regions.begin_call(loop, self._device, lambda: self._there_bytes(args, kwargs))
             outputs = (captured or self._run)(*args, **kwargs)
             if regions.several:
-                regions.returned(loop, outputs)
+                regions.end_call(loop, outputs)
                 is_one = isinstance(outputs, torch.Tensor)
                 loop.in_flight.returned((outputs,) if is_one else tree_leaves(outputs))
             return outputs
         except torch_compat.capture_failures() as error:
             failed = error
-            regions.fail()
+            regions.call_raised()
         except BaseException as error:
             let_go(error)
-            regions.fail()
+            regions.call_raised()
             raise
         finally:
             call.resident, call.arguments = before  # a batch must not outlive its step

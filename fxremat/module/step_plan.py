@@ -8,7 +8,7 @@ from fxremat.calls.plans import record_of
 from fxremat.errors import PlanError
 from fxremat.loop.loop import Loop
 from fxremat.regions.regions import Regions
-from fxremat.regions.step_profiles import Called, KnownStep
+from fxremat.regions.step_profiles import RegionCall, StepProfile
 from fxremat.regions.warnings import NOT_CAPTURED
 from fxremat.report.modules import block_of, common_module, named
 from fxremat.report.plan import Plan, RegionRow, StepPlan
@@ -52,7 +52,7 @@ def step_plan(loop: Loop, regions: Regions, names: Callable[[], Mapping[int, str
         _row(loop, known, place, call, owners, is_last=at == last)
         for at, (place, call) in enumerate(zip(places, ran, strict=True))
     )
-    there_bytes = known.there_bytes + known.more_bytes
+    there_bytes = known.base_bytes + known.more_bytes
     peak_bytes = max(there_bytes + known.first_bytes, *_peaks(rows, there_bytes))
     plans = [row.plan for row in rows]
     budget = loop.budget.now
@@ -72,10 +72,10 @@ def step_plan(loop: Loop, regions: Regions, names: Callable[[], Mapping[int, str
     )
 
 
-def _followed(ran: Sequence[Called]) -> tuple[KnownStep, list[int]] | None:
+def _followed(ran: Sequence[RegionCall]) -> tuple[StepProfile, list[int]] | None:
     """The step that calls were taken for, and their places in it."""
-    for known in dict(ran[0].places) if ran else ():
-        places = [dict(call.places).get(known) for call in ran]
+    for known in dict(ran[0].matches) if ran else ():
+        places = [dict(call.matches).get(known) for call in ran]
         found = [place for place in places if place is not None]
         if len(found) == len(ran) and known.choices:
             return known, found
@@ -84,9 +84,9 @@ def _followed(ran: Sequence[Called]) -> tuple[KnownStep, list[int]] | None:
 
 def _row(
     loop: Loop,
-    known: KnownStep,
+    known: StepProfile,
     place: int,
-    ran: Called,
+    ran: RegionCall,
     names: Mapping[int, str],
     *,
     is_last: bool,
@@ -96,7 +96,7 @@ def _row(
     held = memory.held_bytes()
     reads = [names[own].rpartition(".")[0] for own in ran.parameters if own in names]
     _, between_bytes, _, between_back_bytes = known.profiles[place]
-    timed = len(known.seconds) == len(known.calls) - 1 and not is_last
+    timed = len(known.between_s) == len(known.calls) - 1 and not is_last
     why = known.calls[place].ended_by
     return RegionRow(
         plan=plan,
@@ -107,7 +107,7 @@ def _row(
         backward_peak_bytes=max(held[memory.turn + 1 :], default=0),
         between_bytes=between_bytes,
         between_back_bytes=between_back_bytes,
-        between_s=known.seconds[place] if timed else None,
+        between_s=known.between_s[place] if timed else None,
     )
 
 
@@ -130,7 +130,7 @@ def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
 
 def _why_none(regions: Regions) -> str:
     """Why there is no plan of the last step."""
-    told = regions.notices
+    told = regions.warnings
     why = next(iter(told.breaks or ()), "") or _shortly(told.why)
     if told.breaks is None:
         why = why or "as regions= asks for"

@@ -89,22 +89,22 @@ def choose(
     limit = LEAST if least else budget.now
     contexts = (context,) if least else budget_contexts(graph, context, budget)
     needed = must_fit(graph, budget)
-    found = pools(graph, contexts[0], limit.nbytes, needed=needed)
+    available = pools(graph, contexts[0], limit.nbytes, needed=needed)
     if limit.nbytes is None and not context.region:
-        found = _within_share(graph, contexts, limit, found)
+        available = _within_share(graph, contexts, limit, available)
     needs = needs_in(graph, contexts)
     budget_bytes = _resolved(graph, budget, limit, needs)
     for later in contexts[1:]:  # what they need is searched now, not in the middle of a step
         pools(graph, later, budget_bytes, needed=False)
     if contexts[0] != context:
-        found = pools(graph, context, budget_bytes, needed=needed)
-    traced, least_bytes = found[0], needs.least_bytes
-    pool, candidate = fastest(found, budget_bytes)
+        available = pools(graph, context, budget_bytes, needed=needed)
+    traced, least_bytes = available[0], needs.least_bytes
+    pool, candidate = fastest(available, budget_bytes)
     while wants_faster(graph, context, traced, candidate.total_s) and grow_faster(
-        graph, context, found, budget_bytes, below_s(found, candidate)
+        graph, context, available, budget_bytes, below_s(available, candidate)
     ):
-        found = pools(graph, context, budget_bytes, needed=needed)
-        pool, candidate = fastest(found, budget_bytes)
+        available = pools(graph, context, budget_bytes, needed=needed)
+        pool, candidate = fastest(available, budget_bytes)
         least_bytes = needs_in(graph, contexts).least_bytes
     further, is_one = graph.further, len(contexts) == 1
     chosen = Chosen(
@@ -114,7 +114,7 @@ def choose(
         budget_bytes,
         least_bytes,
         full_bytes=traced.full_bytes,
-        frontier=frontier_over(found if is_one else needs.pools),
+        frontier=frontier_over(available if is_one else needs.pools),
         forms_left=len(further.left or ()) if further.spending.is_spent else 0,
     )
     if is_one:
@@ -139,8 +139,8 @@ def fits(
     """Return whether a candidate keeps a call to the budget; ``search`` for one where none does."""
     assert budget.nbytes is not None
     limit = budget.nbytes if search else None
-    found = pools(graph, context, limit, needed=must_fit(graph, budget))
-    return least_of(found).least_bytes <= budget.nbytes
+    available = pools(graph, context, limit, needed=must_fit(graph, budget))
+    return least_of(available).least_bytes <= budget.nbytes
 
 
 # What budgets are resolved for
@@ -177,9 +177,9 @@ def needs_in(graph: Graph, contexts: Sequence[StepContext]) -> Needs:
     """Return what steps need in one context, or in those of :func:`budget_contexts`."""
     each = [pools(graph, context, None) for context in contexts]
     full, least = [], []
-    for context, found in zip(contexts, each, strict=True):
-        full.append(all_in_flight(graph, context, found[0].full_bytes))
-        least.append(all_in_flight(graph, context, least_of(found).least_bytes))
+    for context, available in zip(contexts, each, strict=True):
+        full.append(all_in_flight(graph, context, available[0].full_bytes))
+        least.append(all_in_flight(graph, context, least_of(available).least_bytes))
     most = max(range(len(contexts[:2])), key=lambda i: (least[i], full[i]))
     return Needs(
         full_bytes=max(full[:2]),
@@ -213,10 +213,10 @@ def share_in_flight(graph: Graph, context: StepContext, budget: TrainingBudget) 
         return context
     given_bytes = graph.given_bytes(context) - context.waiting_bytes
     if budget.nbytes is None:  # a share of what so many take, or the least of it
-        found = pools(graph, context, None)
+        available = pools(graph, context, None)
         nbytes = budget.written.bytes_of(
-            full_bytes=all_in_flight(graph, context, found[0].full_bytes),
-            least_bytes=all_in_flight(graph, context, least_of(found).least_bytes),
+            full_bytes=all_in_flight(graph, context, available[0].full_bytes),
+            least_bytes=all_in_flight(graph, context, least_of(available).least_bytes),
         )
         if graph.peers is not None:
             nbytes = graph.peers.agree("the budget", int, nbytes, lambda n: max(n.values()))
@@ -257,14 +257,14 @@ def _resolved(graph: Graph, budget: TrainingBudget, limit: Budget, needs: Needs)
 
 
 def _within_share(
-    graph: Graph, contexts: Sequence[StepContext], limit: Budget, found: list[Pool]
+    graph: Graph, contexts: Sequence[StepContext], limit: Budget, available: list[Pool]
 ) -> list[Pool]:
     """Search variants until one fits a budget that is a share or the least."""
     context = contexts[0]
     full_bytes = needs_in(graph, contexts).full_bytes
     nbytes = limit.bytes_of(full_bytes=full_bytes, least_bytes=0)
-    while (least_bytes := least_of(found).least_bytes) > nbytes:
+    while (least_bytes := least_of(available).least_bytes) > nbytes:
         if not grow_smaller(graph, context, least_bytes, needed=nbytes > 0):
             break
-        found = pools(graph, context, None)
-    return found
+        available = pools(graph, context, None)
+    return available

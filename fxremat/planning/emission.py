@@ -80,9 +80,9 @@ def _write(
         offsets = dict(zip((m.storage for m in moves), slots, strict=True))
         travel = Travel(moves, offsets, total_bytes, arena.id if arena else 0)
     forward, backward = rewrite(program, peaks_bytes, modules, travel)
-    known = program.line.joint.sizes
-    if sizes != known.hints and sizes:
-        names = {**known.named(sizes), **(travel.names() if travel else {})}
+    symbols = program.line.joint.sizes
+    if sizes != symbols.hints and sizes:
+        names = {**symbols.named(sizes), **(travel.names() if travel else {})}
         forward, backward = forward.at(names), backward.at(names)
     blocks = (call.block for call in program.calls)
     recomputes = any(block.mode is Mode.AGAIN or block.again for block in blocks)
@@ -92,8 +92,7 @@ def _write(
 def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> CompiledPlan:
     """Write the functions of a chosen candidate, and the plan that describes them.
 
-    The step's memory, and how near the plan comes to any other, are computed when somebody asks for
-    them.
+    The step's memory, and a lower bound of the time of any plan, are computed when they are read.
 
     Args:
         graph: the captured graph.
@@ -166,7 +165,7 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
             Kind.RESERVE: graph.caller.reserve_bytes,
         },
     )
-    # The bound is one of recomputation alone, of the operations as they were traced.
+    # The bound is one of recomputation only, of the operations as they were traced.
     bound = search.bound(budget_bytes) if pool.form == TRACED and not host else None
     kept = partial(traced.search.evaluator.evaluation, baseline)
     compiled.complete = partial(_completed, record=memory, bound=bound, kept=kept, total_s=total_s)
@@ -182,16 +181,16 @@ def _completed(
     kept: Callable[[], Evaluation],
     total_s: float,
 ) -> Plan:
-    """``plan``, whose calls take ``total_s``, with what takes long to find."""
+    """Return ``plan``, whose calls take ``total_s``, with what takes long to compute."""
     if bound is not None:
         plan = replace(plan, lower_bound_s=min(bound(), total_s))
-    found = kept()
-    baseline = Outline(found.seconds, found.peaks_bytes, found.turn, found.turn_bytes)
+    own = kept()
+    baseline = Outline(own.seconds, own.peaks_bytes, own.turn, own.turn_bytes)
     return replace(plan, memory=record(), kept=baseline)
 
 
 def _fused(program: Program, values: Values) -> tuple[Fused, ...]:
-    """The units, and runs in parts, that a step calls, as it meets them."""
+    """Return the units and runs in parts that a step calls, in order."""
     targets = (node.target for call in program.calls for node in call.block.nodes)
     count = Counter(target for target in targets if isinstance(target, (Unit, Parts)))
     sizes = program.line.joint.sizes.named(values)

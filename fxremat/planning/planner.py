@@ -1,4 +1,4 @@
-"""Plans for calls: new ones, saved ones, and those that several processes follow."""
+"""Plans for calls: new ones, saved ones, and plans that several processes follow."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def first_plan(
             assert link is not None
             graph.link = agreed_link(graph.peers, link)
         compiled = _by_first_process(
-            graph, context, lambda: _first_found(graph, context, budget, least=least)
+            graph, context, lambda: _resolved_first(graph, context, budget, least=least)
         )
         if least and graph.peers is not None:
             # Later plans are each process's: all of them start from the same candidates.
@@ -116,10 +116,10 @@ def shortfall_of(
     return Shortfall.of(budget, dict(graph.described(context)), error, is_new=is_new)
 
 
-def _first_found(
+def _resolved_first(
     graph: Graph, context: StepContext, budget: TrainingBudget, *, least: bool
 ) -> CompiledPlan:
-    """Return the plan for the captured call; where none fits, as the budget says."""
+    """Return the plan for the captured call; where none fits, grow the budget, warn, or raise."""
     try:
         return later_plan(graph, context, budget, least=least)
     except BudgetError as error:
@@ -233,19 +233,19 @@ def _origin(graph: Graph, variant: Variant, context: StepContext) -> Origin:
 def _by_first_process(
     graph: Graph, context: StepContext, find: Callable[[], CompiledPlan]
 ) -> CompiledPlan:
-    """Return what ``find`` returns in the first of several processes."""
+    """Return the plan that ``find`` makes in the first of several processes."""
     if graph.peers is None:
         return find()
     list_forms(graph)  # all processes: they agree on the costs of each
-    found: list[CompiledPlan] = []
+    made: list[CompiledPlan] = []
 
     def make() -> Plan:
-        found.append(find())
-        return found[0].completed()  # others cannot complete it
+        made.append(find())
+        return made[0].completed()  # others cannot complete it
 
     with graph.peers.telling():
         plan = graph.peers.follow("a plan", Plan, make)
-        compiled = found[0] if plan is None else _as_first(graph, plan, context)
+        compiled = made[0] if plan is None else _as_first(graph, plan, context)
         agreed_graphs(graph.peers, compiled.structure_digest if compiled else "none")
     assert compiled is not None  # the others' differ from none
     return compiled

@@ -1,125 +1,197 @@
-"""A step of several calls, as it goes on."""
+"""The calls of one step of several regions, while the step runs."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from time import perf_counter
 
-from fxremat.regions.step_profiles import Called, Key, KnownStep, Row
+from fxremat.regions.step_profiles import CallKey, CallProfile, RegionCall, StepProfile
 from fxremat.runtime.counted import Count
 from fxremat.runtime.steps import Step
 
 
 @dataclass(slots=True, eq=False)
-class Walk:
+class CallTrace:
     """The calls of one step, in the order of their forwards.
 
     Attributes:
-        base_bytes: what is there when the step begins.
-        found_bytes: of that, what its first call has found beside what the model holds.
-        calls: so far.
-        steps: what their forwards have left, while it is there; each knows its place.
-        begun: known steps that begin with the same calls.
-        places: where it has come to in other known steps, with some of their calls left out.
-        open: a call of the model goes on.
-        last: the call whose backward began last.
-        done: a backward of it was seen to end.
-        unknown: a call of it is none of a known step's at that place, or had no room there.
-        watched: it is.
-        count: of what it takes, where it is not watched.
-        unseen: why nothing was learned from it.
-        failed: a call of the model has raised: no further one goes on with it.
+        base_bytes: what is held when the step begins; ``None``: not known yet.
+        first_call_bytes: of that, what its first call has measured beyond what the model holds.
+        calls: the calls so far.
+        steps: what their forwards have left, while it exists.
+        matching: profiles of steps that begin with the same calls.
+        positions: the position that the step has reached in each profile, where some of that
+            profile's calls are left out.
+        is_open: whether a call of the model runs.
+        last_backward: the position of the call whose backward began last.
+        is_observed: whether the end of a backward was observed.
+        is_unplanned: whether a call matches no profile, or had no room in its plans.
+        is_watched: whether it is watched.
+        count: counts its peak, where it is not watched.
+        why_unobserved: why it has no profile; empty: it may have one.
+        has_failed: whether a call of the model has raised: no further call belongs to it.
         line: of the user's code that calls the model.
-        kept_bytes: outputs of earlier steps that somebody holds when it begins.
+        kept_bytes: outputs of earlier steps that are held when it begins.
         returned_bytes: outputs of the model, which the usual loop holds into the next step.
-        short: it was said that no plans of it fit.
-        unended: nothing that the model returned leads to a backward, so the step is watched until
-            the next call, or the optimizer's step.
+        has_warned: whether the user was warned that no plans of it fit.
+        has_no_backward: whether nothing that the model returned leads to a backward; then it is
+            watched until the next call, or the optimizer's step.
     """
 
     base_bytes: int | None = None
-    found_bytes: int = 0
-    calls: list[Called] = field(default_factory=list)
+    first_call_bytes: int = 0
+    calls: list[RegionCall] = field(default_factory=list)
     steps: list[weakref.ref[Step]] = field(default_factory=list)
-    begun: list[KnownStep] = field(default_factory=list)
-    places: dict[KnownStep, int] = field(default_factory=dict)
-    open: bool = False
-    last: int | None = None
-    done: bool = False
-    unknown: bool = False
-    watched: bool = False
+    matching: list[StepProfile] = field(default_factory=list)
+    positions: dict[StepProfile, int] = field(default_factory=dict)
+    is_open: bool = False
+    last_backward: int | None = None
+    is_observed: bool = False
+    is_unplanned: bool = False
+    is_watched: bool = False
     count: Count | None = None
-    unseen: str = ""
-    failed: bool = False
+    why_unobserved: str = ""
+    has_failed: bool = False
     line: str = ""
     kept_bytes: int = 0
     returned_bytes: int = 0
-    short: bool = False
-    unended: bool = False
+    has_warned: bool = False
+    has_no_backward: bool = False
 
     @property
     def waits(self) -> bool:
-        """Whether a backward of it has not run, or may run again."""
+        """Whether a backward of the step has not run, or may run again."""
         return any(step is not None and step.waits for step in (own() for own in self.steps))
 
     @property
-    def ran(self) -> list[Called]:
-        """Calls whose forward has ended."""
+    def has_backward(self) -> bool:
+        """Whether a backward of the step has begun, or was observed to end."""
+        return self.is_observed or self.last_backward is not None
+
+    @property
+    def ran(self) -> list[RegionCall]:
+        """The calls whose forward has ended."""
         return [call for call in self.calls if call.compiled is not None]
 
-    def planned_bytes(self) -> Iterator[int]:
-        """Peak of each call that followed a plan, beyond what is there when the step begins.
+    @property
+    def first_waiting_bytes(self) -> int:
+        """What steps in flight held when the first call began."""
+        return self.calls[0].context.waiting_bytes
 
-        Plans have room for any of the steps that it may have been one of.
+    def planned_bytes(self) -> Iterator[int]:
+        """Yield the peak of each planned call, beyond what is held when the step begins.
+
+        Plans have room for any of the steps that the call may be one of.
         """
         for call in self.ran:
-            if call.places:
-                there_bytes = max(known.there_bytes + known.more_bytes for known, _ in call.places)
-                yield call.compiled.record.predicted_peak_bytes - there_bytes
+            if call.matches:
+                base_bytes = max(
+                    profile.base_bytes + profile.more_bytes for profile, _ in call.matches
+                )
+                yield call.compiled.record.predicted_peak_bytes - base_bytes
 
-    def begin(self, known: Iterable[KnownStep]) -> None:
-        """Let it be compared with steps that are known."""
-        self.begun = list(known)
-        self.places = dict.fromkeys(self.begun, -1)
+    def begin_forward(self) -> None:
+        """Begin the forward of the latest call; count the step's peak where it is not watched."""
+        call = self.calls[-1]
+        if self.count is None and not self.is_watched:
+            held_bytes = (self.base_bytes or 0) + call.context.waiting_bytes
+            self.count = Count.begin(call.graph.joint.device, lambda: held_bytes)
+        call.times_s.append(perf_counter())
 
-    def follow(self, key: Key) -> list[tuple[KnownStep, int]]:
-        """A call begins: the known steps in which it comes next, and its places in them.
+    def end_forward(self, step: Step) -> None:
+        """End the forward of the latest call, which leaves ``step`` for its backward."""
+        self.steps.append(weakref.ref(step))
+        step.part = self, len(self.calls) - 1
+        call = self.calls[-1]
+        call.compiled, call.held_bytes = step.plan, step.held_bytes
+        call.times_s.append(perf_counter())
 
-        Those that were called alike so far, if there are any; else those that have room for it.
+    def begin_backward(self, position: int, in_flight: Iterable[Step]) -> None:
+        """Begin the backward of the call at ``position``, while ``in_flight`` hold memory."""
+        call, self.last_backward = self.calls[position], position
+        if self.is_watched:
+            held_bytes = sum(step.held_bytes for step in in_flight)
+            call.held_at_backward_bytes = held_bytes - self.first_waiting_bytes
+        call.times_s.append(perf_counter())
+
+    def end_backward(self, position: int) -> int | None:
+        """End the backward of the call at ``position``; return the step's peak if it is counted."""
+        self.calls[position].times_s.append(perf_counter())
+        return self.count.peak_bytes() if self.count else None
+
+    def compare_with(self, profiles: Iterable[StepProfile]) -> None:
+        """Compare the step with ``profiles`` from now on."""
+        self.matching = list(profiles)
+        self.positions = dict.fromkeys(self.matching, -1)
+
+    def advance(self, key: CallKey) -> list[tuple[StepProfile, int]]:
+        """Note the next call; return the profiles in which it comes next, and its positions there.
+
+        These are the profiles with the same calls so far, if there are any; else those that cover
+        the call.
         """
         at = len(self.calls)
-        self.begun = [k for k in self.begun if at < len(k.calls) and k.calls[at].key == key]
-        found: list[tuple[KnownStep, int]] = []
-        for known, place in self.places.items():
-            later = range(place + 1, len(known.calls))
-            at_next = next((i for i in later if known.calls[i].covers(key)), None)
+        self.matching = [p for p in self.matching if at < len(p.calls) and p.calls[at].key == key]
+        covering: list[tuple[StepProfile, int]] = []
+        for profile, position in self.positions.items():
+            later = range(position + 1, len(profile.calls))
+            at_next = next((i for i in later if profile.calls[i].covers(key)), None)
             if at_next is not None:
-                self.places[known] = at_next
-                found.append((known, at_next))
-        return [(known, at) for known in self.begun] or found
+                self.positions[profile] = at_next
+                covering.append((profile, at_next))
+        return [(profile, at) for profile in self.matching] or covering
+
+    def profiles(self) -> list[CallProfile] | None:
+        """Return the bytes of each call; ``None``: the step was not watched to its end."""
+        rows: list[CallProfile] = []
+        for call in self.calls:
+            measured = call.profile
+            if measured is None or not self.has_backward:
+                return None
+            held_bytes = call.context.waiting_bytes - self.first_waiting_bytes
+            forward = measured.begin_bytes - held_bytes
+            after = measured.begin_bytes + measured.after_bytes - held_bytes - call.held_bytes
+            backward, before = after, forward
+            held_at_backward_bytes = call.held_at_backward_bytes
+            if measured.taken_bytes is not None and held_at_backward_bytes is not None:
+                backward = measured.begin_bytes + measured.taken_bytes - held_at_backward_bytes
+                before = measured.begin_bytes + measured.before_bytes - held_bytes
+            rows.append((forward, after, backward, before))
+        return rows
+
+    def between_s(self) -> Iterator[float]:
+        """Yield the seconds from each call to the next and back, once the step has ended."""
+        for call, after in zip(self.calls, self.calls[1:], strict=False):
+            yield after.times_s[0] - call.times_s[1] + call.times_s[2] - after.times_s[3]
 
 
-def seen_profiles(walk: Walk) -> list[Row] | None:
-    """What was seen of each call of a watched step; ``None``: it was not seen to its end."""
-    found: list[Row] = []
-    for call in walk.calls:
-        seen = call.profile
-        if seen is None or not (walk.done or walk.last is not None):
+class StepsByThread(threading.local):
+    """The step that the current thread runs.
+
+    Attributes:
+        trace: the calls of the step; ``None`` before the first one.
+        in_backward: whether the call that was entered last runs inside a backward.
+    """
+
+    trace: CallTrace | None = None
+    in_backward: bool = False
+
+    @property
+    def running(self) -> CallTrace:
+        """The step of the call that was entered last."""
+        assert self.trace is not None
+        return self.trace
+
+    def current(self) -> CallTrace | None:
+        """Return the step that the next call belongs to; ``None``: that begins another one."""
+        trace = self.trace
+        if trace is None or trace.has_failed:
             return None
-        first, *_ = walk.calls
-        held_bytes = call.context.waiting_bytes - first.context.waiting_bytes
-        forward = seen.begin_bytes - held_bytes
-        after = seen.begin_bytes + seen.after_bytes - held_bytes - call.held_bytes
-        back, before = after, forward
-        if seen.taken_bytes is not None and call.back_bytes is not None:
-            back = seen.begin_bytes + seen.taken_bytes - call.back_bytes
-            before = seen.begin_bytes + seen.before_bytes - held_bytes
-        found.append((forward, after, back, before))
-    return found
-
-
-def between(walk: Walk) -> Iterator[float]:
-    """Seconds from each call to the next one and back, of a step that has ended."""
-    for call, after in zip(walk.calls, walk.calls[1:], strict=False):
-        yield after.times_s[0] - call.times_s[1] + call.times_s[2] - after.times_s[3]
+        if trace.is_open:  # even after a backward: functions may run one inside a forward
+            return trace
+        if trace.last_backward is not None:
+            return None
+        return trace if not trace.calls or trace.waits else None

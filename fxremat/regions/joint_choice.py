@@ -1,4 +1,4 @@
-"""What a graph may leave for its backward: plans among which a step of several calls chooses."""
+"""The plans that a region may follow, and the choice among those of all calls of a step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes
 
-SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
-"""Shares of what a region ever allocates, taken to be at the turn where plans are looked for."""
+LOSS_POINT_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
+"""Shares of all that a region allocates that are assumed to be held at the loss point while its
+plans are searched."""
 
 
-def alone(context: StepContext, beside: Correction, host_bytes: int | None = None) -> StepContext:
-    """What a region's call finds, where all that is beside its graph is in ``beside``.
+def region_context(
+    context: StepContext, correction: Correction, host_bytes: int | None = None
+) -> StepContext:
+    """Return the context of a region's call, with what is held beyond its graph as a correction.
 
     Args:
-        context: what it finds.
-        beside: what is there beside it.
-        host_bytes: of host memory, left for it; ``None``: as much as it takes.
+        context: of the call.
+        correction: what is held beyond the graph.
+        host_bytes: host memory that the call may take; ``None``: no limit.
     """
     return replace(
         context,
@@ -40,154 +43,159 @@ def alone(context: StepContext, beside: Correction, host_bytes: int | None = Non
         state_bytes=0,
         networks_bytes=0,
         spread_bytes=0,
-        correction=beside,
+        correction=correction,
         region=True,
         host_bytes=host_bytes,
     )
 
 
-def _own_bytes(graph: Graph, context: StepContext) -> int:
-    """All that a graph ever allocates."""
+def _all_storage_bytes(graph: Graph, context: StepContext) -> int:
     return sum(graph.at(context.sizes)[0].line.joint.storages.nbytes)
 
 
-def leaving_least(graph: Graph, context: StepContext, host_bytes: int | None = None) -> StepContext:
-    """A region's call that is to leave least, whatever else that takes; see :func:`alone`."""
-    return alone(context, Correction(turn_bytes=_own_bytes(graph, context)), host_bytes)
+def context_to_hold_least(
+    graph: Graph, context: StepContext, host_bytes: int | None = None
+) -> StepContext:
+    """Return a context in which the plan is best that holds least for its backward.
+
+    See :func:`region_context` for the arguments.
+    """
+    correction = Correction(turn_bytes=_all_storage_bytes(graph, context))
+    return region_context(context, correction, host_bytes)
 
 
-def leaving_little(
+def context_to_hold_least_within(
     graph: Graph,
     context: StepContext,
     budget_bytes: int,
-    beside: Correction,
+    held: Correction,
     host_bytes: int | None,
     *,
     needed: bool,
 ) -> StepContext:
-    """A region's call that is to leave least of all that keeps to a budget; see :func:`alone`.
+    """Return a context in which the plan is best that holds least and keeps to a budget.
 
-    The turn takes what the budget leaves beside the least: what leaves more is over it, and of what
-    leaves that, only what takes more itself.
+    All that the budget leaves beyond the least is assumed to be allocated at the loss point: a plan
+    that holds more exceeds the budget there, and so does one that takes more otherwise.
 
     Args:
-        graph: that is called.
-        context: what it finds.
-        budget_bytes: of the step.
-        beside: ``more_bytes``: what is there when it begins; ``left_bytes``: gradients of others
-            that are there when its backward begins, and were not before.
-        host_bytes: of host memory, left for it; ``None``: as much as it takes.
-        needed: it must keep to the budget as it is.
+        graph: the graph that is called.
+        context: of the call.
+        budget_bytes: what the step may take.
+        held: ``more_bytes``: what is held when the call begins; ``left_bytes``: gradients of other
+            calls that come to exist before its backward begins.
+        host_bytes: host memory that the call may take; ``None``: no limit.
+        needed: the call must keep to the budget as it is, whatever searching for a plan takes.
     """
-    least = leaving_least(graph, context, host_bytes)
-    own_bytes = graph.given_bytes(least)
-    held_bytes = least_bytes(graph, least, None) - own_bytes - least.correction.turn_bytes
+    least = context_to_hold_least(graph, context, host_bytes)
+    given_bytes = graph.given_bytes(least)
+    held_bytes = least_bytes(graph, least, None) - given_bytes - least.correction.turn_bytes
     room = Correction(
-        more_bytes=beside.more_bytes - own_bytes,
-        turn_bytes=max(0, budget_bytes - beside.more_bytes - held_bytes),
-        left_bytes=graph.tangent_bytes(context.sizes) + beside.left_bytes,
+        more_bytes=held.more_bytes - given_bytes,
+        turn_bytes=max(0, budget_bytes - held.more_bytes - held_bytes),
+        left_bytes=graph.tangent_bytes(context.sizes) + held.left_bytes,
     )
-    found = alone(context, room, host_bytes)
-    # Where none fits, further variants are searched.
-    with contextlib.suppress(CostError):  # as in a profiler, where no further form is measured
-        least_bytes(graph, found, budget_bytes, needed=needed)
-    return found
+    planned = region_context(context, room, host_bytes)
+    # Where nothing fits, this searches further variants.
+    with contextlib.suppress(CostError):  # in a profiler no further form can be measured
+        least_bytes(graph, planned, budget_bytes, needed=needed)
+    return planned
 
 
 def choices_of(graph: Graph, context: StepContext) -> tuple[Choice, ...]:
-    """Plans of a graph that no other beats in all of bytes held, both peaks, seconds and, where
-    that is limited, host memory.
+    """Return the plans of a graph that no other dominates, last the one that keeps everything.
 
-    What travels in them is known to the planner from then on. The last one keeps everything.
+    A plan dominates another one where it is no worse in bytes held, both peaks, seconds and, where
+    it is limited, host memory. The transfers of these plans are looked at in every later context.
     """
-    own_bytes = _own_bytes(graph, context)
-    found: dict[Choice, tuple[int, Candidate]] = {}
-    for share in SHARES:
-        beside = Correction(turn_bytes=int(share * own_bytes))
+    all_bytes = _all_storage_bytes(graph, context)
+    candidates: dict[Choice, tuple[int, Candidate]] = {}
+    for share in LOSS_POINT_SHARES:
+        correction = Correction(turn_bytes=int(share * all_bytes))
         pools = search_again(
-            graph, replace(context, waiting_bytes=0, correction=beside, region=True)
+            graph, replace(context, waiting_bytes=0, correction=correction, region=True)
         )
-        for place, pool in enumerate(pools):
+        for index, pool in enumerate(pools):
             for candidate in pool.graded():
-                found.setdefault(_choice(pool, candidate), (place, candidate))
+                candidates.setdefault(_choice(pool, candidate), (index, candidate))
         kept = _choice(pools[0], pools[0].baseline)
-    found.pop(kept, None)
-    best = [choice for choice in found if not any(_beats(other, choice) for other in found)]
-    chosen = [found[choice] for choice in best]
+    candidates.pop(kept, None)
+    best = [one for one in candidates if not any(_dominates(other, one) for other in candidates)]
+    chosen = [candidates[choice] for choice in best]
     graph.sent[context.sizes] = tuple(
-        tuple(candidate for own, candidate in chosen if own == place and candidate.moves)
-        for place in range(len(pools))
+        tuple(candidate for own, candidate in chosen if own == index and candidate.moves)
+        for index in range(len(pools))
     )
     return (*best, kept)
 
 
-def chosen_for(
+def choose_together(
     calls: Sequence[Call],
     budget: Budget,
     *,
-    there_bytes: int,
+    base_bytes: int,
     first_bytes: int = 0,
     host_bytes: int | None = None,
 ) -> Chosen:
-    """Plans for all calls of a step, the fastest together.
+    """Return plans for all calls of a step, the fastest together.
 
     Args:
-        calls: with their choices.
-        budget: that they share.
-        there_bytes: what is there when the step begins.
-        first_bytes: most beside that, before the first call.
-        host_bytes: most host memory that they may take; ``None``: as much as they take.
+        calls: the calls, with their choices.
+        budget: the budget that they share.
+        base_bytes: what is held when the step begins.
+        first_bytes: the most bytes beyond that before the first call.
+        host_bytes: host memory that they may take together; ``None``: no limit.
 
     Raises:
-        BudgetError: none fit.
+        BudgetError: no plans fit together.
     """
     least = knapsack.least(calls, host_bytes=host_bytes)
-    least_bytes = there_bytes + max(first_bytes, least.peak_bytes)
+    least_bytes = base_bytes + max(first_bytes, least.peak_bytes)
     kept_bytes = knapsack.peak_bytes(calls, [len(call.choices) - 1 for call in calls])
-    full_bytes = there_bytes + max(first_bytes, kept_bytes)
+    full_bytes = base_bytes + max(first_bytes, kept_bytes)
     if budget.grows:
         budget = budget.settled(least_bytes)
     budget_bytes = budget.resolve(
         full_bytes=full_bytes,
         least_bytes=least_bytes,
-        needed_by=lambda: _needed_by(calls, least.peak_bytes, host_bytes, there_bytes),
+        needed_by=lambda: _needed_by(calls, least.peak_bytes, host_bytes, base_bytes),
     )
-    found = knapsack.solve(calls, budget_bytes=budget_bytes - there_bytes, host_bytes=host_bytes)
-    assert found is not None  # the least one fits
+    solved = knapsack.solve(calls, budget_bytes=budget_bytes - base_bytes, host_bytes=host_bytes)
+    assert solved is not None  # the least one fits
     LOG.info(
         "%d regions: peak %s of %s",
         len(calls),
-        format_bytes(there_bytes + found.peak_bytes),
+        format_bytes(base_bytes + solved.peak_bytes),
         format_bytes(budget_bytes),
     )
-    besides = (
+    corrections = (
         Correction(
             more_bytes=call.forward_bytes,
-            turn_bytes=room - call.forward_bytes,
+            turn_bytes=room_bytes - call.forward_bytes,
             left_bytes=call.backward_bytes - call.forward_bytes,
         )
-        for call, room in zip(calls, knapsack.rooms(calls, found.chosen), strict=True)
+        for call, room_bytes in zip(calls, knapsack.rooms(calls, solved.chosen), strict=True)
     )
-    choices = (call.choices[i] for call, i in zip(calls, found.chosen, strict=True))
-    return Chosen(tuple(choices), tuple(besides), budget_bytes, least_bytes, full_bytes)
+    choices = (call.choices[i] for call, i in zip(calls, solved.chosen, strict=True))
+    return Chosen(tuple(choices), tuple(corrections), budget_bytes, least_bytes, full_bytes)
 
 
 def _needed_by(
-    calls: Sequence[Call], least_bytes: int, host_bytes: int | None, there_bytes: int
+    calls: Sequence[Call], least_bytes: int, host_bytes: int | None, base_bytes: int
 ) -> str:
-    """What the least budget of a step is needed for.
+    """Say what needs the least budget of a step.
 
     Args:
         calls: of the step.
-        least_bytes: that they need, within host memory.
-        host_bytes: most of that; ``None``: as much as it takes.
-        there_bytes: what is there at the step's begin.
+        least_bytes: what they need within host memory.
+        host_bytes: the limit of that; ``None``: no limit.
+        base_bytes: what is held when the step begins.
     """
     needed_by = "its region" if len(calls) == 1 else f"{len(calls)} regions together"
     free = knapsack.least(calls)
     if host_bytes is None or free.peak_bytes >= least_bytes:
         return needed_by
-    nbytes = there_bytes + free.peak_bytes
+    nbytes = base_bytes + free.peak_bytes
     return (
         f"{needed_by}, as HostMemory(limit=) leaves them {host_bytes} bytes "
         f"({format_bytes(host_bytes)}) of host memory: with {free.host_bytes} "
@@ -197,19 +205,18 @@ def _needed_by(
 
 
 def _choice(pool: Pool, candidate: Candidate) -> Choice:
-    search = pool.search
-    evaluation, around = search.evaluator.evaluation(candidate), search.setting.context_bytes
-    turn, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
+    evaluation, held = pool.search.evaluator.evaluation(candidate), pool.held
+    loss_point, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
     return Choice(
-        evaluation.turn_bytes - around.given_bytes - around.loss_point_bytes,
-        max((*peaks_bytes[:turn], around.given_bytes)) - around.given_bytes,
-        max((*peaks_bytes[turn:], evaluation.end_bytes)) - around.given_bytes,
+        evaluation.turn_bytes - held.given_bytes - held.loss_point_bytes,
+        max((*peaks_bytes[:loss_point], held.given_bytes)) - held.given_bytes,
+        max((*peaks_bytes[loss_point:], evaluation.end_bytes)) - held.given_bytes,
         candidate.total_s,
         candidate.host_bytes if pool.host_limited else 0,
     )
 
 
-def _beats(one: Choice, other: Choice) -> bool:
+def _dominates(one: Choice, other: Choice) -> bool:
     return one != other and (
         one.held_bytes <= other.held_bytes
         and one.forward_bytes <= other.forward_bytes

@@ -1,4 +1,4 @@
-"""Steps that are known because they were watched, and the calls that they consist of."""
+"""Profiles of watched steps, and the calls of regions that these consist of."""
 
 from __future__ import annotations
 
@@ -10,325 +10,354 @@ from typing import Any
 from fxremat.graph.graph import Graph
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import Correction, StepContext
-from fxremat.ranks.combine import Seen, agreed_profiles, agreed_step
+from fxremat.ranks.combine import Chosen, Seen, agreed_profiles, agreed_step
 from fxremat.ranks.peers import Peers
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.solvers.knapsack import Call, Choice, peak_bytes
 
-MOST_KNOWN = 64
-"""Steps that are known; the one that was watched first goes first."""
+MOST_PROFILES = 64
+"""Profiles that are kept; the one that was made first goes first."""
 
-FEW = 4
-"""Steps that are alike and known each by itself; of further ones the envelope is."""
+MOST_SIMILAR = 4
+"""Similar steps that each have a profile of their own; further ones widen an envelope."""
 
-WATCHED = 2
+WATCHES = 2
 """Steps that are watched after plans for them were chosen together."""
 
-LONGEST = 2
-"""An envelope is at most so many times as long as the longest step in it."""
+LONGEST_ENVELOPE = 2
+"""An envelope has at most this many times the calls of the longest step in it."""
 
-Key = tuple[int, Values, frozenset[int]]
-"""What calls are told apart by: graph, sizes, and the gradients that exist."""
+CallKey = tuple[int, Values, frozenset[int]]
+"""What distinguishes calls: the ``id`` of the graph, sizes, and the gradients that exist."""
 
-Row = tuple[int, ...]
-"""Of a call: bytes at its forward, after it, at its backward and after that, beyond what is there
-when the step begins and what calls hold; as ``knapsack.Call`` has them."""
+CallProfile = tuple[int, ...]
+"""Bytes at the forward of a call, after it, at its backward and after that, in the order of
+``knapsack.Call``: beyond what is held when the step begins and what calls hold."""
 
 
 @dataclass(slots=True)
-class Called:
-    """A call of the step that goes on.
+class RegionCall:
+    """A call of a region.
 
     Attributes:
-        graph: that is called.
-        context: what it found, with nothing that steps before have shown.
+        graph: the graph that is called.
+        context: the context of the call, without feedback of earlier steps.
         ended_by: the user's line after which the step leaves the graph, and why.
-        places: the known steps that it was taken for a call of, and its places in them.
-        parameters: that it reads, by ``id``.
-        compiled: what its forward has followed; ``None``: it has not ended.
-        held_bytes: that its forward has left.
-        back_bytes: what all calls held when its backward began; ``None``: it has not.
-        profile: what was seen of it.
-        times_s: of its forward's begin and end, and its backward's.
+        matches: the profiles whose plans the call has room in, and its position in each.
+        parameters: the parameters that it reads, by ``id``.
+        compiled: the plan that its forward followed; ``None``: the forward has not ended.
+        held_bytes: what its forward has left for its backward.
+        held_at_backward_bytes: what all calls held when its backward began; ``None``: it has not.
+        profile: what was measured while it was watched.
+        times_s: when its forward began and ended, and its backward.
     """
 
     graph: Graph
     context: StepContext
     ended_by: str = ""
-    places: tuple[tuple[KnownStep, int], ...] = ()
+    matches: tuple[tuple[StepProfile, int], ...] = ()
     parameters: tuple[int, ...] = ()
     compiled: Any = None
     held_bytes: int = 0
-    back_bytes: int | None = None
+    held_at_backward_bytes: int | None = None
     profile: MemoryProfile | None = None
     times_s: list[float] = field(default_factory=list)
 
-    def remembered(self) -> Called:
-        """What is known of it once its step is over: no plan, nor what that holds."""
-        return Called(self.graph, self.context, self.ended_by)
+    def note_profile(self, profile: MemoryProfile) -> None:
+        """Note what was measured while the call was watched."""
+        self.profile = profile
+
+    def without_plan(self) -> RegionCall:
+        """Return the call without its plan and measurements, to be kept after its step."""
+        return RegionCall(self.graph, self.context, self.ended_by)
 
     @property
-    def key(self) -> Key:
-        """What makes it the call of a step that is known."""
+    def key(self) -> CallKey:
+        """What distinguishes the call from others."""
         return id(self.graph), self.context.sizes, self.context.existing
 
-    def covers(self, key: Key) -> bool:
-        """Whether the call that ``key`` makes is one like this, of sizes that are no larger."""
-        planner, sizes, existing = self.key
+    def covers(self, key: CallKey) -> bool:
+        """Return whether ``key`` is of a call of the same graph whose sizes are no larger."""
+        graph, sizes, existing = self.key
         no_larger = all(own >= other for own, other in zip(sizes, key[1], strict=False))
-        return (planner, existing) == (key[0], key[2]) and no_larger
+        return (graph, existing) == (key[0], key[2]) and no_larger
 
-    def or_larger(self, other: Called) -> Called:
-        """A call of the graph that covers this one and ``other``."""
+    def merged_with(self, other: RegionCall) -> RegionCall:
+        """Return a call of the graph that covers this one and ``other``."""
         sizes = tuple(map(max, self.context.sizes, other.context.sizes))
-        return Called(self.graph, replace(self.context, sizes=sizes), self.ended_by)
+        return RegionCall(self.graph, replace(self.context, sizes=sizes), self.ended_by)
 
 
 @dataclass(slots=True, eq=False)
-class KnownStep:
-    """A step that was watched, or an envelope: a step that leads to each of several such steps
-    where some of its calls are left out, and others are smaller.
+class StepProfile:
+    """The profile of a watched step, or an envelope of several.
+
+    Leaving calls out of an envelope, and making others smaller, leads to each of its steps.
 
     Attributes:
-        calls: of it.
-        profiles: of each call.
-        envelope: whether it is one.
-        first_bytes: most before the first call.
-        more_bytes: seen at a peak, beyond what profiles and plans explain.
-        besides: what is beside each call where plans are chosen together; none if that is to be
-            done.
-        choices: these plans.
-        there_bytes: for what is there when the step begins they were chosen.
+        calls: the calls of the step.
+        profiles: bytes of each call.
+        is_envelope: whether it is an envelope.
+        first_bytes: the most bytes before the first call.
+        more_bytes: bytes measured at a peak beyond what profiles and plans explain.
+        corrections: what else is allocated at each call, where plans are chosen together; empty:
+            they are to be chosen.
+        choices: the plans that were chosen together.
+        base_bytes: what they were chosen to have held when the step begins.
         least_bytes, full_bytes: peak of the least plans, and of those that keep everything.
-        host_bytes: for so much host memory they were chosen; ``None``: as much as they take.
-        fitting: so many first calls that fit where all do not, and for what that was found.
-        later_host_bytes: of it, what the calls after each are to take.
-        watches: so many further steps of it are watched.
-        contexts: what a call was planned for at each place when it came last, and for what it found
-            and what was beside it.
-        told: what breaks it was said.
-        seconds: between calls, as a step that was not watched has taken them.
-        peak_bytes: the peak of the one that was watched last.
-        seen: so many were watched.
-        mixed: some of its calls have sizes that no call had, each the largest of several calls'.
+        host_bytes: the host memory that they were chosen for; ``None``: no limit.
+        fitting: how many first calls fit where all do not, and for what that was computed.
+        later_host_bytes: host memory that the calls after each one take.
+        watches_left: how many further steps like it are watched.
+        contexts: by position, the context that a call was last planned for, and what that was
+            computed from.
+        is_reported: whether the user was warned of what breaks the graph in it.
+        between_s: seconds between calls, as a step that was not watched has taken them.
+        peak_bytes: the peak of the step that was watched last.
+        watched_count: how many steps were watched.
+        is_mixed: whether a call has sizes that no call had, each the largest of several calls'.
     """
 
-    calls: tuple[Called, ...]
-    profiles: list[Row]
-    envelope: bool = False
+    calls: tuple[RegionCall, ...]
+    profiles: list[CallProfile]
+    is_envelope: bool = False
     first_bytes: int = 0
     more_bytes: int = 0
-    besides: list[Correction] = field(default_factory=list)
+    corrections: list[Correction] = field(default_factory=list)
     choices: tuple[Choice, ...] = ()
-    there_bytes: int = 0
+    base_bytes: int = 0
     least_bytes: int = 0
     full_bytes: int = 0
     host_bytes: int | None = None
     fitting: tuple[int, tuple[object, ...]] | None = None
     later_host_bytes: list[int] = field(default_factory=list)
-    watches: int = WATCHED
+    watches_left: int = WATCHES
     contexts: dict[int, tuple[object, tuple[object, ...], StepContext]] = field(
         default_factory=dict
     )
-    told: bool = False
-    seconds: tuple[float, ...] = ()
+    is_reported: bool = False
+    between_s: tuple[float, ...] = ()
     peak_bytes: int | None = None
-    seen: int = 1
-    mixed: bool = False
+    watched_count: int = 1
+    is_mixed: bool = False
 
     @property
-    def keys(self) -> tuple[Key, ...]:
+    def keys(self) -> tuple[CallKey, ...]:
         """The keys of the step's calls, in order."""
         return tuple(call.key for call in self.calls)
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """All that was seen of the step, for other processes to know."""
+    def shared_profiles(self) -> tuple[CallProfile, ...]:
+        """All measurements of the step, as other processes receive them."""
         return (*self.profiles, (self.first_bytes, self.more_bytes))
 
-    def see_again(self, profiles: Sequence[Row]) -> None:
-        """Take what was seen of the step when it was watched once more.
+    def widen(self, profiles: Sequence[CallProfile]) -> None:
+        """Include the profiles of the step when it was watched once more.
 
-        The first one may have taken what none takes again: libraries set themselves up.
+        The first step may have taken what none takes again, as libraries set themselves up then:
+        the second one replaces it.
         """
-        if self.seen > 1:
+        if self.watched_count > 1:
             pairs = zip(self.profiles, profiles, strict=True)
             self.profiles = [tuple(map(max, *pair)) for pair in pairs]
         else:
             self.profiles, self.first_bytes, self.more_bytes = list(profiles), 0, 0
-        self.watches -= bool(self.watches)
-        self.seen += 1
+        self.watches_left -= bool(self.watches_left)
+        self.watched_count += 1
 
     @property
     def is_sure(self) -> bool:
-        """Whether it is a step that was watched often enough for a budget to be refused."""
-        return self.seen > 1 and not self.mixed
+        """Whether the step was watched often enough to refuse a budget."""
+        return self.watched_count > 1 and not self.is_mixed
 
-    def see(self, rows: Sequence[Row]) -> None:
-        """Take what was seen: plans are to be chosen for it."""
-        *profiles, (self.first_bytes, self.more_bytes) = rows
-        self.profiles, self.besides = list(profiles), []
+    def take(self, shared: Sequence[CallProfile]) -> None:
+        """Replace all measurements by ``shared`` ones; plans are chosen for them later."""
+        *profiles, (self.first_bytes, self.more_bytes) = shared
+        self.profiles, self.corrections = list(profiles), []
+
+    def follow(self, chosen: Chosen, base_bytes: int, host_bytes: int | None) -> None:
+        """Follow plans that were chosen together from now on.
+
+        Args:
+            chosen: the plans.
+            base_bytes: what they were chosen to have held when the step begins.
+            host_bytes: the host memory that they were chosen for; ``None``: no limit.
+        """
+        self.peak_bytes = None
+        self.base_bytes, self.host_bytes = base_bytes, host_bytes
+        self.least_bytes, self.full_bytes = chosen.least_bytes, chosen.full_bytes
+        self.choices, self.corrections = chosen.choices, list(chosen.besides)
+        takes_bytes = [choice.host_bytes for choice in chosen.choices]
+        self.later_host_bytes = [sum(takes_bytes[i + 1 :]) for i in range(len(takes_bytes))]
 
     @property
     def planned_bytes(self) -> int:
-        """Most that these plans take, beyond what is there when the step begins."""
+        """The peak of the chosen plans, beyond what is held when the step begins."""
         calls = [Call((own,), *at) for own, at in zip(self.choices, self.profiles, strict=True)]
         return max(self.first_bytes, peak_bytes(calls, [0] * len(calls))) + self.more_bytes
 
-    def leaves_room(self, there_bytes: int, much_bytes: float) -> bool:
-        """Whether plans were chosen for what is there when a step begins, or for little more."""
-        return bool(self.besides) and 0 <= self.there_bytes - there_bytes <= much_bytes
+    def leaves_room(self, base_bytes: int, margin_bytes: float) -> bool:
+        """Return whether plans were chosen for ``base_bytes`` or a little more."""
+        return bool(self.corrections) and 0 <= self.base_bytes - base_bytes <= margin_bytes
 
-    def is_alike(self, calls: Sequence[Called]) -> bool:
-        """Whether a step runs graphs of this one, as this one finds them.
+    def is_similar(self, calls: Sequence[RegionCall]) -> bool:
+        """Return whether a step runs graphs of this one with the same gradients existing.
 
         A graph that finds gradients in one of them, and none in the other, is another
         microbatch's.
         """
-        own, other = _found_by(self.calls), _found_by(calls)
+        own, other = _existing_gradients(self.calls), _existing_gradients(calls)
         shared = own.keys() & other.keys()
         return bool(shared) and all(own[graph] == other[graph] for graph in shared)
 
-    def around(self, calls: Sequence[Called], profiles: Sequence[Row]) -> KnownStep | None:
-        """The envelope of this step and another one; ``None``: they are too different.
+    def envelope_with(
+        self, calls: Sequence[RegionCall], profiles: Sequence[CallProfile]
+    ) -> StepProfile | None:
+        """Return the envelope of this step and another one; ``None``: they differ too much.
 
         Args:
-            calls: of the other.
+            calls: of the other step.
             profiles: of each of its calls.
         """
         own = [(call.key[0], call.key[2]) for call in self.calls]
         others = [(call.key[0], call.key[2]) for call in calls]
-        found: list[tuple[Called, Row]] = []
-        at, then, mixed = 0, 0, self.mixed
+        merged: list[tuple[RegionCall, CallProfile]] = []
+        at, other_at, is_mixed = 0, 0, self.is_mixed
         for begin, other_begin, size in SequenceMatcher(
             None, own, others, autojunk=False
         ).get_matching_blocks():
-            found += zip(self.calls[at:begin], self.profiles[at:begin], strict=True)
-            found += zip(calls[then:other_begin], profiles[then:other_begin], strict=True)
-            at, then = begin + size, other_begin + size
-            for i, k in zip(range(begin, at), range(other_begin, then), strict=True):
-                row = tuple(map(max, self.profiles[i], profiles[k]))
-                larger = self.calls[i].or_larger(calls[k])
-                mixed |= larger.key not in (self.calls[i].key, calls[k].key)
-                found.append((larger, row))
-        if len(found) > LONGEST * max(len(own), len(others)):
+            merged += zip(self.calls[at:begin], self.profiles[at:begin], strict=True)
+            merged += zip(calls[other_at:other_begin], profiles[other_at:other_begin], strict=True)
+            at, other_at = begin + size, other_begin + size
+            for i, k in zip(range(begin, at), range(other_begin, other_at), strict=True):
+                profile = tuple(map(max, self.profiles[i], profiles[k]))
+                larger = self.calls[i].merged_with(calls[k])
+                is_mixed |= larger.key not in (self.calls[i].key, calls[k].key)
+                merged.append((larger, profile))
+        if len(merged) > LONGEST_ENVELOPE * max(len(own), len(others)):
             return None
-        merged, rows = zip(*found, strict=True)
-        return KnownStep(
-            tuple(merged), list(rows), True, self.first_bytes, self.more_bytes, mixed=mixed
+        merged_calls, merged_profiles = zip(*merged, strict=True)
+        return StepProfile(
+            tuple(merged_calls),
+            list(merged_profiles),
+            is_envelope=True,
+            first_bytes=self.first_bytes,
+            more_bytes=self.more_bytes,
+            is_mixed=is_mixed,
         )
 
 
-def _found_by(calls: Sequence[Called]) -> dict[int, set[frozenset[int]]]:
-    """Gradients that calls have found, by graph."""
-    found: dict[int, set[frozenset[int]]] = {}
+def _existing_gradients(calls: Sequence[RegionCall]) -> dict[int, set[frozenset[int]]]:
+    """Return the sets of gradients that existed at calls, by graph."""
+    sets: dict[int, set[frozenset[int]]] = {}
     for graph, _, existing in (call.key for call in calls):
-        found.setdefault(graph, set()).add(existing)
-    return found
+        sets.setdefault(graph, set()).add(existing)
+    return sets
 
 
-class KnownSteps:
-    """The known steps of one model, the one that was watched last at the front.
+class StepProfiles:
+    """The step profiles of one model, the one that was watched last at the front.
 
     Args:
-        peers: processes that run the same steps, and tell each other what they have seen;
-            ``None``: this one has nobody to tell.
+        peers: processes that run the same steps and exchange their profiles; ``None``: this process
+            trains by itself.
 
     Attributes:
-        elsewhere_bytes: that the process that has most has more than this one when a step begins.
-        has_news: the step before has taught this one something that it has not told.
+        peer_excess_bytes: by how much the process that holds most holds more than this one when a
+            step begins.
+        has_news: whether the step before has changed a profile that peers have not received.
     """
 
     def __init__(self, peers: Peers | None = None) -> None:
-        self.elsewhere_bytes = 0
+        self.peer_excess_bytes = 0
         self.has_news = False
         self._peers = peers
-        self._steps: list[KnownStep] = []
+        self._steps: list[StepProfile] = []
         self._numbers: dict[int, int] = {}
 
-    def __iter__(self) -> Iterator[KnownStep]:
+    def __iter__(self) -> Iterator[StepProfile]:
         return iter(self._steps)
 
     @property
-    def latest(self) -> KnownStep | None:
-        """The step that was watched last."""
+    def latest(self) -> StepProfile | None:
+        """The profile of the step that was watched last."""
         return next(iter(self), None)
 
-    def find(self, keys: tuple[Key, ...]) -> KnownStep | None:
-        """The step that has just these calls."""
-        return next((own for own in self if own.keys == keys and not own.envelope), None)
+    def find(self, keys: tuple[CallKey, ...]) -> StepProfile | None:
+        """Return the profile, no envelope, that has exactly these calls."""
+        return next((own for own in self if own.keys == keys and not own.is_envelope), None)
 
-    def add(self, known: KnownStep) -> None:
-        """Know a step, as the latest; more than there may be are forgotten."""
-        others = [own for own in self if own is not known]
-        self._steps = [known, *others[: MOST_KNOWN - 1]]
+    def add(self, profile: StepProfile) -> None:
+        """Add a profile as the latest; the oldest ones beyond the limit are dropped."""
+        others = [own for own in self if own is not profile]
+        self._steps = [profile, *others[: MOST_PROFILES - 1]]
 
     def learn(
-        self, calls: Sequence[Called], profiles: Sequence[Row], *, envelopes: bool
-    ) -> list[KnownStep]:
-        """Know a step that was watched; returns the known steps of which it was one.
+        self, calls: Sequence[RegionCall], profiles: Sequence[CallProfile], *, envelopes: bool
+    ) -> list[StepProfile]:
+        """Add a watched step to the profiles; return those that include it.
 
         Args:
-            calls: of it.
-            profiles: of each.
-            envelopes: they may be made.
+            calls: of the step.
+            profiles: of each call.
+            envelopes: whether envelopes may be made.
         """
-        calls = [call.remembered() for call in calls]
+        calls = [call.without_plan() for call in calls]
         own = self.find(tuple(call.key for call in calls))
         if own is not None:
-            own.see_again(profiles)
+            own.widen(profiles)
             self.add(own)
             return [own]
-        alike = [known for known in self if envelopes and known.is_alike(calls)]
-        found: list[KnownStep] = []
-        if alike:
-            wide = next((known for known in alike if known.envelope), alike[0])
-            envelope = wide.around(calls, profiles)
+        similar = [profile for profile in self if envelopes and profile.is_similar(calls)]
+        changed: list[StepProfile] = []
+        if similar:
+            wide = next((profile for profile in similar if profile.is_envelope), similar[0])
+            envelope = wide.envelope_with(calls, profiles)
             if envelope is not None:
-                if wide.envelope:
+                if wide.is_envelope:
                     self._steps.remove(wide)
                     if envelope.keys == wide.keys:
-                        envelope.watches = max(0, wide.watches - 1)
+                        envelope.watches_left = max(0, wide.watches_left - 1)
                 self.add(envelope)
-                found.append(envelope)
-        if len(alike) < FEW or not found:
-            own = KnownStep(tuple(calls), list(profiles))
+                changed.append(envelope)
+        if len(similar) < MOST_SIMILAR or not changed:
+            own = StepProfile(tuple(calls), list(profiles))
             self.add(own)
-            found.append(own)
-        return found
+            changed.append(own)
+        return changed
 
     def number(self, graph: Graph) -> None:
-        """A graph is called, for the first time or again: all processes number graphs alike."""
+        """Number a graph when it is called first: all processes give it the same number."""
         self._numbers.setdefault(id(graph), len(self._numbers))
 
-    def agree_with_any(self, there_bytes: int) -> None:
-        """Let all processes know of the latest step what any of them has seen of it.
+    def agree_with_any(self, base_bytes: int) -> None:
+        """Exchange the latest profile with all processes, where they have the same one.
 
         Args:
-            there_bytes: what is there at the begin of the next one.
+            base_bytes: what is held when the next step begins.
         """
         if self._peers is None:
             return
-        own, latest = Seen(there_bytes), self.latest
+        own, latest = Seen(base_bytes), self.latest
         if latest is not None:
-            own = replace(own, calls=self._described(latest.keys), profiles=latest.rows)
+            own = replace(own, calls=self._described(latest.keys), profiles=latest.shared_profiles)
         most = agreed_profiles(self._peers, own)
-        self.elsewhere_bytes = most.base_bytes - there_bytes
+        self.peer_excess_bytes = most.base_bytes - base_bytes
         if latest is not None and most.profiles:
-            latest.see(most.profiles)
+            latest.take(most.profiles)
 
     def agree_with_all(
-        self, before: Sequence[Called], called: Called, there_bytes: int, *, fits: bool
+        self, before: Sequence[RegionCall], call: RegionCall, base_bytes: int, *, fits: bool
     ) -> None:
-        """Know what all processes have seen, where all must go on alike and so know the same steps.
+        """Exchange profiles where all processes must follow the same plans, and so need the same.
 
         Where none has news, each of them only says so.
 
         Args:
-            before: calls of the step before; what others have seen of it is taken over.
-            called: the first call of the step that begins.
-            there_bytes: what is there at its begin.
-            fits: plans that were chosen for steps that begin so leave room for that.
+            before: calls of the step before; its profile in other processes is included.
+            call: the first call of the step that begins.
+            base_bytes: what is held when that begins.
+            fits: whether plans that were chosen for steps that begin with it leave room for that.
 
         Raises:
             RankError: other processes make other calls.
@@ -337,26 +366,26 @@ class KnownSteps:
             return
         keys = tuple(call.key for call in before)
         latest = self.find(keys)
-        (begins,) = self._described((called.key,))
-        own = Seen(there_bytes, self._described(keys), begins=begins)
+        (begins,) = self._described((call.key,))
+        own = Seen(base_bytes, self._described(keys), begins=begins)
         if self.has_news and latest is not None:
-            own = replace(own, profiles=latest.rows)
+            own = replace(own, profiles=latest.shared_profiles)
         most = agreed_step(self._peers, own, settled=not self.has_news and fits)
         self.has_news = False
         if most is None:
             return
-        self.elsewhere_bytes = most.base_bytes - there_bytes
+        self.peer_excess_bytes = most.base_bytes - base_bytes
         for step in self:
-            step.besides = []
+            step.corrections = []
         if most.profiles:
             if latest is None:
-                latest = KnownStep(tuple(call.remembered() for call in before), [])
+                latest = StepProfile(tuple(call.without_plan() for call in before), [])
                 self.add(latest)
-            latest.see(most.profiles)
+            latest.take(most.profiles)
 
-    def _described(self, keys: Sequence[Key]) -> tuple[str, ...]:
-        """Calls as every process has them."""
+    def _described(self, keys: Sequence[CallKey]) -> tuple[str, ...]:
+        """Return calls in a form that is equal in every process."""
         return tuple(
-            f"{self._numbers[planner]} {values} {sorted(existing)}"
-            for planner, values, existing in keys
+            f"{self._numbers[graph]} {values} {sorted(existing)}"
+            for graph, values, existing in keys
         )

@@ -1,4 +1,4 @@
-"""What the user of a model that is captured in pieces hears of its steps."""
+"""Warnings about the steps of a model that is captured in pieces."""
 
 from __future__ import annotations
 
@@ -9,76 +9,75 @@ from fxremat import torch_compat
 from fxremat.errors import BudgetError, CaptureError, GraphBreakWarning
 from fxremat.graph.shortfall import excess_bytes, warn
 from fxremat.options.budget import TrainingBudget
-from fxremat.regions.call_trace import Walk
-from fxremat.regions.step_profiles import KnownStep
+from fxremat.regions.call_trace import CallTrace
+from fxremat.regions.step_profiles import StepProfile
 from fxremat.units import format_bytes, format_seconds, plural
 
 MOST_OVER = 3
-"""Steps in a row that may take more than the budget, each told, before the next one is refused."""
+"""Steps in a row that may exceed the budget with a warning each, before the next one is refused."""
 
-MOST_UNLEARNED = 4
-"""Steps in a row that follow their least plans before that is told."""
-
+MOST_UNPLANNED = 4
+"""Steps in a row that follow plans of least memory before a warning is given."""
 
 MOST_LINES = 3
-"""Lines of the user's that a message about something else names."""
+"""The user's lines that a message about something else names."""
 
 NOT_CAPTURED = "is not captured with it"
-"""Told of a line whose function Dynamo has left to Python, while it captures what that calls."""
+"""Said of a line whose function Dynamo has left to Python, while it captures what that calls."""
 
 
 @dataclass(slots=True)
-class Notices:
-    """What the user of one model hears of its steps, and what was said already.
+class RegionWarnings:
+    """What the user of one model is warned of, each thing once.
 
     Attributes:
-        breaks: the user's lines after which steps leave graphs, and why; ``None``: that was asked
-            for.
-        why: the model could not be captured as one graph; empty: that was not tried.
+        breaks: the user's lines after which steps leave graphs, and why; ``None``: the user asked
+            for regions.
+        why: why the model could not be captured as one graph; empty: that was not tried.
     """
 
     breaks: dict[str, None] | None = field(default_factory=dict)
     why: str = ""
     _over: int = 0
     _peak_bytes: int = 0
-    _unlearned: int = 0
-    _said: set[str] = field(default_factory=set)
+    _unplanned: int = 0
+    _warned: set[str] = field(default_factory=set)
 
-    def broken_at(self, why: str) -> None:
+    def note_break(self, why: str) -> None:
         """Note the user's line after which a step leaves a graph, and why."""
         if self.breaks is not None:
             self.breaks[why] = None
 
-    def left(self, error: CaptureError) -> None:
-        """Say that a graph of the model cannot be planned, and runs as it is."""
-        self._once(
+    def warn_not_planned(self, error: CaptureError) -> None:
+        """Warn that a graph of the model cannot be planned, and runs as it is."""
+        self._warn_once(
             f"left {error}",
             f"a graph of this model is not planned and runs as it is, with what it takes: {error}",
         )
 
-    def captured_again(self, function: str, times: int) -> None:
-        """Say that a function is not captured any more, as each step captured it again."""
-        self._once(
+    def warn_captured_again(self, function: str, times: int) -> None:
+        """Warn that a function is not captured any more, as each step captured it again."""
+        self._warn_once(
             function,
             f"{function} was captured in {times} steps though its graph was the same: it is "
             "guarded by what changes at each step, such as the length of a list. From now on it "
-            "runs as it is, and what it calls is captured for itself",
+            "runs as it is, and what it calls is captured by itself",
         )
 
-    def peak(self, peak_bytes: int, budget: TrainingBudget, walk: Walk) -> bool:
-        """Note the peak of a watched step; returns whether it is more than the budget.
+    def note_peak(self, peak_bytes: int, budget: TrainingBudget, trace: CallTrace) -> bool:
+        """Warn if a watched step exceeds the budget; return whether it does.
 
         Args:
-            peak_bytes: of it.
+            peak_bytes: of the step.
             budget: of the model.
-            walk: its calls.
+            trace: the calls of the step.
         """
-        if not walk.calls:
-            self._once(
+        if not trace.calls:
+            self._warn_once(
                 "nothing",
                 "nothing of this model that has a gradient can be captured, so nothing is planned: "
                 f"it runs as it is, and a step took {peak_bytes} bytes "
-                f"({format_bytes(peak_bytes)}). Move what can be captured into modules of its own",
+                f"({format_bytes(peak_bytes)}). Move what can be captured into separate modules",
             )
         budget_bytes = budget.nbytes or budget.written.bytes_of(
             full_bytes=peak_bytes, least_bytes=peak_bytes
@@ -89,47 +88,46 @@ class Notices:
             return False
         self._over += 1
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
-        what = f"{plural(len(walk.calls), 'region')}" if walk.calls else "which nothing is captured"
-        where = f" at {walk.line}" if walk.line else ""
-        planned_bytes = max(walk.planned_bytes(), default=0) + (walk.base_bytes or 0)
-        later_bytes = max(0, walk.returned_bytes - walk.kept_bytes)  # held in the steps to come
-        then = "The next step's plans leave room for that"
-        if not walk.calls or (self._over > 1 and planned_bytes <= budget_bytes):
-            then = (
+        what = plural(len(trace.calls), "region") if trace.calls else "which nothing is captured"
+        where = f" at {trace.line}" if trace.line else ""
+        planned_bytes = max(trace.planned_bytes(), default=0) + (trace.base_bytes or 0)
+        later_bytes = max(0, trace.returned_bytes - trace.kept_bytes)  # held in later steps
+        remedy = "The next step's plans leave room for that"
+        if not trace.calls or (self._over > 1 and planned_bytes <= budget_bytes):
+            remedy = (
                 f"The plans take {planned_bytes} of them; the rest is allocated by code that is "
-                f"not captured{self._lines()}, which no plan changes. A budget of "
+                f"not captured{self._captured_in_pieces()}, which no plan changes. A budget of "
                 f"{peak_bytes + later_bytes} would do"
             )
         warn(
             f"the step{where}, of {what}, took {peak_bytes} bytes, {over} ({format_bytes(over)}) "
-            f"more than its budget of {budget_bytes}. {then}"
+            f"more than its budget of {budget_bytes}. {remedy}"
         )
         return True
 
-    def refuse(self, budget: TrainingBudget) -> None:
-        """Refuse a step that begins, where those before took too much in a row.
+    def check_budget(self, budget: TrainingBudget) -> None:
+        """Refuse a step that begins, where those before exceeded the budget in a row.
 
         Raises:
-            BudgetError: ``strict=True``, and those before took more than the budget, whatever was
-                planned.
+            BudgetError: they did, whatever was planned, and ``strict=True``.
         """
         if self._over < MOST_OVER or not budget.strict or budget.grows:
             return
-        self._over -= 1  # who goes on meets it again
+        self._over -= 1  # a caller that goes on gets the error again
         nbytes = self._peak_bytes
         raise BudgetError(
             f"budget {budget.written.written!r} is {budget.nbytes} bytes, but steps took up to "
             f"{nbytes} bytes ({format_bytes(nbytes)}) with what their code between regions "
-            f"allocates, which is not planned{self._lines()}. Give at least "
+            f"allocates, which is not planned{self._captured_in_pieces()}. Give at least "
             f"{budget.written.again(nbytes)}, or budget='min'",
             least_budget_bytes=nbytes,
         )
 
-    def short(self, error: BudgetError, line: str) -> None:
-        """Say that no plans of a step's regions fit together, so it follows those of least memory.
+    def warn_short(self, error: BudgetError, line: str) -> None:
+        """Warn that no plans of a step's regions fit together, so it follows those of least memory.
 
         Args:
-            error: that choosing them raised.
+            error: raised by the choice of plans.
             line: of the user's code that runs the step.
         """
         where = f" at {line}" if line else ""
@@ -138,63 +136,63 @@ class Notices:
             "memory until there is room again; strict=True raises instead"
         )
 
-    def followed(self, walk: Walk) -> None:
-        """Note that a step with a backward has ended, and say so where too many learned nothing."""
-        self._unlearned = self._unlearned + 1 if walk.unknown else 0
-        blind = walk.unknown and walk.unseen and walk.places
-        if self._unlearned == MOST_UNLEARNED or blind:
-            why = walk.unseen or "each called regions, or sizes, that none had called before"
-            self._once(
-                "blind" if blind else "unlearned",
-                f"{plural(max(self._unlearned, 1), 'step')} in a row followed plans that leave the "
-                "least memory, whatever the time, and are not known to keep to the budget: "
-                f"{why}{self._lines()}",
+    def note_end(self, trace: CallTrace) -> None:
+        """Note the end of a step with a backward; warn if too many in a row were not planned."""
+        self._unplanned = self._unplanned + 1 if trace.is_unplanned else 0
+        blind = trace.is_unplanned and trace.why_unobserved and trace.positions
+        if self._unplanned == MOST_UNPLANNED or blind:
+            why = trace.why_unobserved or "each called regions, or sizes, that none had before"
+            self._warn_once(
+                "blind" if blind else "unplanned",
+                f"{plural(max(self._unplanned, 1), 'step')} in a row followed plans that leave the "
+                "least memory, whatever the time, and may exceed the budget: "
+                f"{why}{self._captured_in_pieces()}",
             )
 
-    def half_seen(self, walk: Walk) -> None:
-        """Say that the backward of a watched step was not seen."""
-        self._once(
-            "half",
-            f"what a step takes in its backward, between regions, is not known: {walk.unseen}. "
-            f"It is taken to be what its forward took{self._lines()}",
+    def warn_unobserved_backward(self, trace: CallTrace) -> None:
+        """Warn that the backward of a watched step was not observed."""
+        self._warn_once(
+            "backward",
+            "what a step takes in its backward, between regions, could not be measured: "
+            f"{trace.why_unobserved}. It is assumed to be what its forward "
+            f"took{self._captured_in_pieces()}",
         )
 
-    def broken(self, known: KnownStep) -> None:
-        """Say what breaks the graph and what it costs, once a step has run as it was planned."""
-        if self.breaks is None or known.told:
+    def warn_breaks(self, profile: StepProfile) -> None:
+        """Warn of what breaks the graph and what it costs, once a step has run as planned."""
+        if self.breaks is None or profile.is_reported:
             return
-        known.told = True
-        found: list[tuple[str, int, float | None]] = []
-        times_s = (*known.seconds, None)
-        for call, row, seconds in zip(known.calls, known.profiles, times_s, strict=True):
+        profile.is_reported = True
+        breaks: list[tuple[str, int, float | None]] = []
+        times_s = (*profile.between_s, None)
+        for call, row, seconds in zip(profile.calls, profile.profiles, times_s, strict=True):
             why = call.ended_by
             if not why.endswith(NOT_CAPTURED) or seconds is not None:  # else it ends the step
-                told = why or "it returns to code that is not captured"
-                found.append((told, max(row[1], 0), seconds))
-        rows = []
-        for why, group in itertools.groupby(found, key=lambda one: one[0]):
-            alike = list(group)
-            seconds_s = sum(seconds for _, _, seconds in alike if seconds is not None)
-            times = f"{len(alike)} times, " if len(alike) > 1 else ""
-            most = format_bytes(max(nbytes for _, nbytes, _ in alike))
-            rows.append(f"  {times}{format_seconds(seconds_s)}, {most}: {why}")
-        self._break(
-            f"a step runs {plural(len(known.calls), 'graph')}, each planned for what is beside it. "
-            "What comes after each is not planned: the seconds it takes, in both directions, and "
-            "its bytes:\n" + "\n".join(rows)
+                why = why or "it returns to code that is not captured"
+                breaks.append((why, max(row[1], 0), seconds))
+        lines = []
+        for why, group in itertools.groupby(breaks, key=lambda one: one[0]):
+            same = list(group)
+            seconds_s = sum(seconds for _, _, seconds in same if seconds is not None)
+            times = f"{len(same)} times, " if len(same) > 1 else ""
+            most = format_bytes(max(nbytes for _, nbytes, _ in same))
+            lines.append(f"  {times}{format_seconds(seconds_s)}, {most}: {why}")
+        self._warn(
+            f"a step runs {plural(len(profile.calls), 'graph')}, each planned for what else is "
+            "held. What comes after each is not planned: the seconds it takes, in both directions, "
+            "and its bytes:\n" + "\n".join(lines)
         )
 
-    def _lines(self) -> str:
-        """The user's lines at which the model breaks, for a message."""
+    def _captured_in_pieces(self) -> str:
+        """Return the user's lines at which the model breaks, as part of a message."""
         lines = sorted(self.breaks or ())
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
-        told = "; ".join([*lines[:MOST_LINES], *more])
-        return f" (captured in pieces: {told})" if lines else ""
+        return f" (captured in pieces: {'; '.join([*lines[:MOST_LINES], *more])})" if lines else ""
 
-    def _once(self, what: str, message: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            self._break(message)
+    def _warn_once(self, what: str, message: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            self._warn(message)
 
-    def _break(self, message: str) -> None:
+    def _warn(self, message: str) -> None:
         torch_compat.warn(message, GraphBreakWarning)

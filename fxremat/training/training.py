@@ -210,7 +210,7 @@ class Training:
         steps = self.again.setdefault(code, set())
         steps.add(self.regions.steps)
         if len(steps) == MOST_AGAIN:
-            self.regions.notices.captured_again(
+            self.regions.warnings.warn_captured_again(
                 f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}", MOST_AGAIN
             )
 
@@ -223,7 +223,7 @@ class Training:
         Raises:
             CaptureError: something is.
         """
-        self.regions.notices.why = self.regions.notices.why or broken
+        self.regions.warnings.why = self.regions.warnings.why or broken
         several = "in_flight=" if self.options.in_flight > 1 else ""
         asked = "plan=" if self.kept else several
         if asked:

@@ -1,4 +1,4 @@
-"""What a call of a captured graph finds: gradients, steps in flight, state, and workspaces."""
+"""The context of a call of a captured graph: gradients, steps in flight, state, and workspaces."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fxremat.planner.context import StepContext
 from fxremat.planning.choose import share_in_flight
 from fxremat.runtime.gradients import adds, leaves_among, with_gradients
 
-Found = tuple[Any, ...]
+ContextFields = tuple[Any, ...]
 """The first fields of a :class:`StepContext`, in order: cheaper to make and to compare."""
 
 
-def find(
+def context_fields(
     loop: Loop, graph: Graph, values: Sequence[object], sizes: Values
-) -> tuple[Found, list[Tensor | None]]:
-    """Return what a call finds, and the leaves among its primals that get a gradient.
+) -> tuple[ContextFields, list[Tensor | None]]:
+    """Measure the context of a call; return it, and the leaves among the primals, by primal.
 
     Args:
-        loop: around the model.
-        graph: that is called.
+        loop: the training loop of the model.
+        graph: the graph that is called.
         values: of its primals.
         sizes: numbers of its symbols.
     """
-    made, on_cuda = graph.signature.gradients, graph.calls.on_cuda
+    gradients, on_cuda = graph.signature.gradients, graph.calls.on_cuda
     waiting, kept_bytes = loop.in_flight.now()
     leaves = leaves_among(values)
     existing = with_gradients(leaves)
@@ -42,17 +42,17 @@ def find(
             leaves[primal] = None
     added: frozenset[int] = frozenset()
     if loop.caller.accumulate:
-        existing |= {primal for primal in made if leaves[primal] is not None}
+        existing |= {primal for primal in gradients if leaves[primal] is not None}
     if existing:
-        alone = () if waiting else graph.calls.contributors.alone
-        own = ((primal, leaves[primal]) for primal in existing if primal in made)
+        only = () if waiting else graph.calls.contributors.alone
+        computed = ((primal, leaves[primal]) for primal in existing if primal in gradients)
         added = frozenset(
             primal
-            for primal, leaf in own
-            if leaf is not None and (leaf.grad is None or (primal in alone and adds(leaf)))
+            for primal, leaf in computed
+            if leaf is not None and (leaf.grad is None or (primal in only and adds(leaf)))
         )
     together = graph.together
-    found = (
+    fields = (
         sizes,
         existing,
         added,
@@ -68,19 +68,19 @@ def find(
         loop.spread_bytes() if graph.signature.passed else 0,
         0 if together else _buffer_bytes(graph, values, sizes),
     )
-    return found, leaves
+    return fields, leaves
 
 
-def context_of(loop: Loop, graph: Graph, found: Found, *, several: bool) -> StepContext:
+def context_of(loop: Loop, graph: Graph, fields: ContextFields, *, several: bool) -> StepContext:
     """Return the context of a call, with all feedback of earlier steps.
 
     Args:
-        loop: around the model.
+        loop: the training loop of the model.
         graph: that is called.
-        found: what :func:`find` returned.
-        several: the step runs several graphs, whose feedback is theirs together.
+        fields: measured by :func:`context_fields`.
+        several: the step runs several graphs, whose feedback is that of their step.
     """
-    context = graph.feedback.held(StepContext(*found))
+    context = graph.feedback.held(StepContext(*fields))
     if several:
         return context
     with loop.planning:
@@ -94,7 +94,7 @@ def shaping_sizes(graph: Graph, values: Values) -> Values:
 
 
 def new_workspace_bytes(graph: Graph) -> int:
-    """Return the bytes that libraries hold beyond those when the graph was captured."""
+    """Return the bytes that libraries hold beyond what they did when the graph was captured."""
     before = graph.caller.library_bytes_on(graph.device)
     return sum(library_workspaces(graph.device)) - sum(before)
 
@@ -102,14 +102,14 @@ def new_workspace_bytes(graph: Graph) -> int:
 def _buffer_bytes(graph: Graph, values: Sequence[object], sizes: Values) -> int:
     """Return the most bytes by which inputs' storages exceeded planned ones at ``sizes``.
 
-    A loop that slices buffers of many sizes has a new plan only where one is larger than all.
+    A loop that slices buffers of many sizes gets a new plan only for one larger than all before.
     """
     device = graph.device
     nbytes: dict[int, int] = {}
     for primal, storage_bytes in graph.signature.storages:
         value = values[primal]
         if type(value) is not Tensor or value.device != device:
-            continue  # parameters stay as they were captured
+            continue  # parameters do not change their storage
         taken = value.untyped_storage().nbytes()
         if taken != storage_bytes:
             planned = evaluated(storage_bytes, graph.sizes.named(sizes))

@@ -1,0 +1,189 @@
+"""What is measured and checked while a step of one graph runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fxremat import torch_compat
+from fxremat.calls.learn import (
+    PlannedBytes,
+    checks_tangents,
+    learn,
+    learn_new_gradients,
+    learn_what_is_held,
+    note_tangents,
+)
+from fxremat.graph.compiled_plan import CompiledPlan
+from fxremat.graph.graph import Graph
+from fxremat.graph.shortfall import warn_counted
+from fxremat.loop.comparison import runs_in
+from fxremat.loop.loop import Loop
+from fxremat.loop.outside import FIRST
+from fxremat.passes.joint.sizes import Values
+from fxremat.passes.split.parts import Parts
+from fxremat.planner.context import StepContext
+from fxremat.ranks.combine import AGREED
+from fxremat.regions.regions import Regions
+from fxremat.runtime.counted import Count
+from fxremat.runtime.gradients import with_gradients
+from fxremat.runtime.profile import WATCH_EVERY, MemoryProfile
+from fxremat.runtime.steps import Step
+
+
+def watch_step(
+    loop: Loop,
+    graph: Graph,
+    compiled: CompiledPlan,
+    context: StepContext,
+    number: int,
+    sizes: Values,
+) -> None:
+    """Watch a step if its plan is new, or if its number is due."""
+    may_learn = graph.together is None or number < AGREED
+    is_due = number % WATCH_EVERY == 0 or (loop.outside.nbytes and number <= FIRST)
+    if is_due and not compiled.watches_left:
+        compiled.watches_left = 1
+    if compiled.watches_left and may_learn and graph.feedback.are_watched(sizes):
+        is_first = not loop.budget.trained
+        report = functools.partial(_learn, loop, graph, context, compiled, is_first=is_first)
+        compiled.watches_left -= loop.watcher.begin(graph.device, report)
+
+
+def _learn(
+    loop: Loop,
+    graph: Graph,
+    context: StepContext,
+    compiled: CompiledPlan,
+    profile: MemoryProfile,
+    *,
+    is_first: bool,
+) -> None:
+    """Learn from a watched step, and note its peak in the plan."""
+    if profile.taken_bytes is not None:
+        compiled.watches_left = 0
+    plan = compiled.record
+    held_bytes = plan.predicted_held_bytes
+    planned = PlannedBytes(held_bytes, held_bytes - graph.given_bytes(compiled.context))
+    peak_bytes = learn(loop, graph, context, planned, profile, is_first=is_first)
+    if profile.taken_bytes is None:  # another step began before its backward had ended
+        loop.check_outside(max(peak_bytes, plan.counted_bytes), planned=True)
+    else:
+        loop.check_outside(peak_bytes)
+    with loop.planning:
+        if profile.taken_bytes is not None and peak_bytes != plan.measured_peak_bytes:
+            compiled.record = replace(compiled.record, measured_peak_bytes=peak_bytes)
+
+
+def begin_count(graph: Graph, context: StepContext) -> Count | None:
+    """Begin to count the peak of a call; ``None``: the allocator cannot."""
+
+    def held_bytes() -> int:
+        """Return what is held throughout, without what a correction says is allocated later."""
+        return graph.given_bytes(context) - graph.late_bytes - context.correction.more_bytes
+
+    return Count.begin(graph.device, held_bytes)
+
+
+def check_count(loop: Loop, step: Step, peak_bytes: int | None) -> None:
+    """Warn of a step that took more than its budget by the allocator's count, and watch the next.
+
+    Of several steps in flight the allocator has no separate counts.
+    """
+    compiled: CompiledPlan = step.plan
+    budget_bytes = loop.budget.nbytes or 0
+    most_bytes = max(budget_bytes, compiled.record.counted_bytes)
+    if peak_bytes is None or peak_bytes <= most_bytes or loop.watcher.is_watching(step):
+        return
+    if step.context.waiting or step.number != loop.in_flight.latest:
+        return
+    compiled.watches_left += 1
+    warn_counted(peak_bytes, budget_bytes)
+
+
+def watch_backward(loop: Loop, regions: Regions, graph: Graph, step: Step) -> None:
+    """Learn what exists when a backward begins, and did not at its forward or does not any more."""
+    if regions.several:
+        regions.begin_backward(loop, step)
+    context: StepContext = step.context
+    watched = loop.watcher.is_watching(step)
+    if regions.several and not watched:
+        return
+    now = with_gradients(step.leaves)
+    if watched:
+        gone = context.existing - now
+        nbytes = [
+            replace(context, existing=those).gradient_bytes(graph.joint)
+            for those in (gone, gone & step.missing)
+        ]
+        outputs = [alive.nbytes for alive in step.kept if not alive]
+        loop.watcher.back(step, gone=nbytes[0], never=nbytes[1], released=outputs)
+    sums = graph.calls.contributors.summing == torch_compat.current_backward()
+    is_unchanged = not (now or sums or context.existing or context.kept_bytes)
+    if is_unchanged or regions.several:
+        return
+    are_held = bool(now & context.existing)
+    learn_what_is_held(loop, graph, context, outputs=any(step.kept), gradients=are_held)
+    new: list[Set[int]] = [now - context.existing]
+    if sums:
+        # Autograd holds gradients of other steps, which may be all that the plan has room for.
+        new.append(graph.signature.gradients.keys() - (context.existing - now))
+    if any(new):
+        learn_new_gradients(loop, graph, context, new)
+
+
+def released_tangents(
+    loop: Loop, graph: Graph, step: Step, args: Sequence[Any]
+) -> list[torch_compat.StorageAlive] | None:
+    """Return the gradients of outputs that a backward must release; ``None``: it is not checked.
+
+    The caller of ``backward()`` holds that of a loss, one number: plans have room for it.
+    """
+    if not checks_tangents(graph, watched=loop.watcher.is_watching(step)):
+        return None
+    joint = graph.joint
+    return [
+        torch_compat.StorageAlive(tangent)
+        for node, tangent in zip(joint.tangents, args[1:], strict=True)
+        if isinstance(tangent, Tensor)
+        and joint.released.issuperset(joint.storages.of_node[node])
+        and tangent.numel() > 1
+    ]
+
+
+def check_tangents(
+    loop: Loop, regions: Regions, graph: Graph, tangents: Sequence[torch_compat.StorageAlive]
+) -> None:
+    """Note whether a backward has released the gradients of its outputs."""
+    are_separate = len({tangent.key for tangent in tangents}) == len(tangents)
+    released = are_separate and not any(tangents)
+    note_tangents(loop, graph, released=released)
+    if not released and regions.several:
+        regions.choose_again()
+
+
+def compare_parts(
+    loop: Loop, graph: Graph, compiled: CompiledPlan, number: int, values: Values
+) -> None:
+    """Compare a run in parts of a plan with its operations at once, if ``verify_bits=`` is due."""
+    comparison, plan = loop.comparison, compiled.record
+    if not comparison.every:
+        return
+    if not any(loop.in_flight):
+        comparison.cancel()
+    if not plan.form.has_parts or not comparison.is_due(number, measured=loop.watcher.is_on):
+        return
+    sizes = graph.sizes.named(values)
+    runs = runs_in(plan.form, [node.target for node in graph.variant(plan.form).line.nodes])
+    traced = graph.traced(values).measured
+
+    def takes_bytes(run: Parts) -> int:
+        workspace_bytes = traced.most_workspace_bytes(run.whole)
+        return run.compared_bytes(sizes, workspace_bytes=workspace_bytes)
+
+    room_bytes, refuse = plan.budget_bytes - plan.counted_bytes, graph.calls.changed_bits.append
+    comparison.begin(runs, number, room_bytes, takes_bytes=takes_bytes, refuse=refuse)
