@@ -13,8 +13,8 @@ from fxremat.passes.split.losses import has_losses
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.split.runs import Large
 from fxremat.passes.stages.linearize import Line
+from fxremat.planner.allocations import crowded
 from fxremat.planner.candidates import Candidate
-from fxremat.planner.crowded import crowded
 from fxremat.planner.search import Search
 
 PART_SHARES = (2, 8, 32)
