@@ -210,9 +210,7 @@ class Allocations:
     def of(self, candidate: Candidate, program: Callable[[], Program]) -> Allocated:
         """Return the peaks of a candidate; they are never less than its ``peak_bytes``.
 
-        Args:
-            candidate: the decision.
-            program: builds the calls of the candidate; called only if they must be replayed.
+        ``program`` builds the calls of the candidate, and is called only if these must be replayed.
         """
         if self.settings is None:
             return Allocated(candidate.peak_bytes, candidate.peak_bytes)
@@ -235,19 +233,11 @@ def crowded(
     *,
     limit_bytes: int,
 ) -> dict[str, int]:
-    """Return values of the operations that run while more than ``limit_bytes`` are held.
+    """Return values of the operations of a step that run while more than ``limit_bytes`` are held.
 
     Values that are held at that time but neither read nor made are left out: the operation would
-    hold them as well if it ran in parts.
-
-    Args:
-        program: the calls of a step.
-        context_bytes: memory of the step that no block allocates.
-        footprints: footprints of the line's blocks.
-        limit_bytes: limit on all memory that is held.
-
-    Returns:
-        By the name of the operation that made them, the bytes of the largest such value.
+    hold them as well if it ran in parts. The result has the bytes of the largest such value of each
+    operation, by the operation's name.
     """
     line = program.line
     table = line.joint.storages
