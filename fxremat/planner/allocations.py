@@ -210,9 +210,7 @@ class Allocations:
     def of(self, candidate: Candidate, program: Callable[[], Program]) -> Allocated:
         """Return the peaks of a candidate; they are never less than its ``peak_bytes``.
 
-        Args:
-            candidate: the decision.
-            program: builds the calls of the candidate; called only if they must be replayed.
+        ``program`` builds the calls of the candidate, and is called only if these must be replayed.
         """
         if self.settings is None:
             return Allocated(candidate.peak_bytes, candidate.peak_bytes)
@@ -226,3 +224,38 @@ class Allocations:
             reserved_bytes = max(taken.reserved_bytes, allocated_bytes) + SPARE_BYTES
             self.known[candidate.key] = Allocated(allocated_bytes, reserved_bytes)
         return self.known[candidate.key]
+
+
+def crowded(
+    program: Program,
+    context_bytes: ContextBytes,
+    footprints: Footprints,
+    *,
+    limit_bytes: int,
+) -> dict[str, int]:
+    """Return values of the operations of a step that run while more than ``limit_bytes`` are held.
+
+    Values that are held at that time but neither read nor made are left out: the operation would
+    hold them as well if it ran in parts. The result has the bytes of the largest such value of each
+    operation, by the operation's name.
+    """
+    line = program.line
+    table = line.joint.storages
+    given = table.of((*line.joint.given, *line.joint.tangents))
+    requests = requests_of_step(program, context_bytes, footprints)
+    largest: dict[str, int] = {}
+    held_bytes = context_bytes.given_bytes
+    for index, call in enumerate(program.calls):
+        if index == requests.turn_index:
+            held_bytes += sum(nbytes for _, nbytes in requests.turn)
+        now_bytes = held_bytes
+        for step in footprints.steps(call.block):
+            now_bytes += table.total(step.allocates)
+            if now_bytes + step.workspace_bytes > limit_bytes and step.node is not None:
+                read = table.of((step.node, *call.block.sources(step.node)))
+                for storage in {*read, *step.allocates} - given:
+                    name, nbytes = table.owner[storage].name, table.nbytes[storage]
+                    largest[name] = max(nbytes, largest.get(name, 0))
+            now_bytes -= table.total(s for s in step.releases if s not in call.kept)
+        held_bytes += sum(nbytes for _, nbytes in requests.calls[index])
+    return largest

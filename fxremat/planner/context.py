@@ -164,12 +164,7 @@ class StepContext:
         )
 
     def around(self, base: ContextBytes, joint: JointGraph) -> ContextBytes:
-        """Return the context bytes of the call.
-
-        Args:
-            base: context bytes of every call at these sizes.
-            joint: the captured graph.
-        """
+        """Return the context bytes of the call; ``base`` are those of every call at these sizes."""
         gradients = self.gradient_bytes(joint)
         more = (*gradients, *self.bucket_bytes, *filter(None, (self.workspace_bytes,)))
         held_bytes = self.correction.left_bytes

@@ -140,7 +140,7 @@ def context_bytes_of(
     *,
     values: Values | None = None,
 ) -> ContextBytes:
-    """Add up the memory that is held outside the graphs.
+    """Add up the memory that is held outside the graphs of ``joint``.
 
     Args:
         joint: the step, with the storages of the size in question.
@@ -182,10 +182,7 @@ def context_bytes_of(
 def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.device) -> int:
     """Return the memory that is held outside the graphs of a step of several graphs.
 
-    Args:
-        resident: parameters and buffers of the model, arguments of its call.
-        caller: what the caller needs in addition.
-        device: device of the model.
+    ``resident`` are parameters and buffers of the model, and arguments of its call.
     """
     tensors = list(resident)
     leaves = [t for t in tensors if t.is_leaf]

@@ -89,9 +89,7 @@ class Evaluator:
     def at(self, measured: Measured, context_bytes: ContextBytes) -> Evaluator:
         """Return the evaluator of this line at another size, where the same decisions are possible.
 
-        Args:
-            measured: the line, measured or scaled to that size.
-            context_bytes: context bytes at that size.
+        ``measured`` is the line as measured, or scaled, at that size.
         """
         options = self.options.at(measured)
         numbers = SizedNumbers.of(measured, options, self.room.number)
@@ -253,13 +251,10 @@ def program_of(
     released: frozenset[int],
     handed: frozenset[fx.Node] = frozenset(),
 ) -> Program:
-    """Build the calls of the last evaluation of ``arrays``.
+    """Build the calls of the last evaluation of ``arrays``, which are those of ``line``.
 
     Args:
-        arrays: ``line`` as numbers.
-        line: the stages.
-        blocks: blocks of ``line``.
-        codes: the schedule.
+        arrays, line, blocks, codes: what was evaluated.
         calls: the calls, as the evaluation returned them.
         released: storages of tangents that their last reader releases.
         handed: gradients whose memory is released as soon as they are computed.
@@ -306,12 +301,6 @@ def _rank(line: Line, node: fx.Node) -> tuple[int, int, int]:
 
 def carried_out(line: Line, blocks: BlockCache, schedule: Schedule, decision: Decision) -> Program:
     """Return the calls of a decision that was made earlier, without measuring anything.
-
-    Args:
-        line: the stages.
-        blocks: blocks of ``line``.
-        schedule: the schedule.
-        decision: what save options keep, and what is held from its first computation on.
 
     Raises:
         LookupError: the decision belongs to another line.

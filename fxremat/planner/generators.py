@@ -80,12 +80,7 @@ def build_costs(
 
     What is held at the loss point, or from there on, is charged to the backward of the last stage,
     and to the gradients of the other stages as far as it is still held when their backwards begin.
-
-    Args:
-        measured: the line.
-        chain: its stages.
-        evaluator: the evaluator of the line.
-        options: whether the save options of the stages are included.
+    Save options are included if ``options`` is set.
     """
     line = measured.line
     gradients = _gradient_bytes(line, evaluator.context_bytes)

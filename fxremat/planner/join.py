@@ -255,12 +255,8 @@ CHAIN_SLOTS = 500
 def join_schedules(setting: Setting, *, most_choices: int = MOST_CHOICES) -> Iterator[Codes]:
     """Yield schedules of the join solver, from the least budget to the largest useful one.
 
-    Stages have their numbers on the line. Nothing is yielded if the line is not a join.
-
-    Args:
-        setting: the problem.
-        most_choices: how many choices are evaluated to fill a table; if that is too few for all
-            stages, adjacent stages are merged.
+    Stages have their numbers on the line. Nothing is yielded if the line is not a join. If
+    ``most_choices`` are too few to fill a table for all stages, adjacent stages are merged.
     """
     line = setting.line
     for branching in branchings_of(line):
@@ -394,9 +390,7 @@ def _in_orders(line: Line, schedules: Iterable[Codes]) -> Iterator[Codes]:
 def in_graph_order(segment: Codes, codes: Codes) -> Codes:
     """Return a schedule whose segments run forward one after the other, in the order of the line.
 
-    Args:
-        segment: the segment of each stage.
-        codes: the schedule.
+    ``segment`` is the segment of each stage.
     """
     turn = int(np.argmax(codes % KINDS == BACKWARD))
     order = np.argsort(segment[codes[:turn] // KINDS], kind="stable")

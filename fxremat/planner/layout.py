@@ -92,14 +92,7 @@ Rebuilt = Sequence[Sequence[Set[fx.Node]]]
 def arrays_of(
     line: Line, number: dict[fx.Node, int], rebuilt: Rebuilt, numbers: SizedNumbers
 ) -> LineArrays:
-    """Return a line as numbers, without context bytes.
-
-    Args:
-        line: the stages.
-        number: the number of each node, see :func:`numbering`.
-        rebuilt: tensors that backwards recompute, by save option.
-        numbers: bytes and seconds at the size in question.
-    """
+    """Return a line as numbers, without context bytes; ``number`` is its :func:`numbering`."""
     nodes = tuple(number)
     layout = _Layout()
     _put_nodes(layout, line, number)

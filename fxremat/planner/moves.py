@@ -135,9 +135,7 @@ class Movable:
 def away_bytes(evaluation: Evaluation, spans: Iterable[tuple[int, int, int]]) -> list[int]:
     """Return the bytes that are away during each call.
 
-    Args:
-        evaluation: evaluation of the calls.
-        spans: for each storage its first call away, the call after its last, and its bytes.
+    ``spans`` has, for each storage, its first call away, the call after its last, and its bytes.
     """
     changes = [0] * (len(evaluation.peaks_bytes) + 1)
     for begin, end, nbytes in spans:
@@ -147,12 +145,7 @@ def away_bytes(evaluation: Evaluation, spans: Iterable[tuple[int, int, int]]) ->
 
 
 def moved(evaluation: Evaluation, moves: Sequence[Move]) -> Evaluation:
-    """Return the evaluation of a decision with transfers, from the evaluation without them.
-
-    Args:
-        evaluation: evaluation with everything on the device.
-        moves: the transfers.
-    """
+    """Return the evaluation of a decision with transfers, given that without them."""
     spans = ((move.release, move.prefetch, move.nbytes) for move in moves)
     away = away_bytes(evaluation, spans)
     return replace(
@@ -238,17 +231,10 @@ def replay(
     moves: Sequence[Move] = (),
     link: MeasuredLink | None = None,
 ) -> Timeline:
-    """Predict when each call and each copy runs.
+    """Predict when each call and each copy of a decision with ``moves`` runs.
 
-    Args:
-        evaluation: evaluation of a decision with ``moves``.
-        line: the line of the decision.
-        moves: the transfers.
-        link: the speed of the link; required if there are transfers.
-
-    Returns:
-        Events in the order in which they are issued: copies come right before the call that follows
-        them.
+    The events are in the order in which they are issued: copies come right before the call that
+    follows them. ``link`` is required if there are transfers.
     """
     assert link is not None or not moves
     events: list[Event] = []

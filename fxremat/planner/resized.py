@@ -123,10 +123,7 @@ def search_at(
 def least_bytes_at(search: Search, measured: Measured, context_bytes: ContextBytes) -> int:
     """Return the lowest peak of the cached candidates at another size, by exact sizes of requests.
 
-    Args:
-        search: the search at the size of the capture.
-        measured: ``search.measured.at(costs)`` of the other size.
-        context_bytes: the context bytes there.
+    ``measured`` is ``search.measured.at(costs)`` of that size.
     """
     evaluator = search.evaluator.at(measured, context_bytes)
     members = _EvaluatedMembers(evaluator, search.pool.members)

@@ -96,12 +96,7 @@ class Transfers:
 
     @staticmethod
     def of(search: Search, host: HostMemory, link: MeasuredLink | None = None) -> Transfers:
-        """Return the transfers of a search.
-
-        Args:
-            search: the search.
-            host: the host memory.
-            link: its speed; ``None``: it is measured.
+        """Return the transfers of a search; the speed of the link is measured if it is ``None``.
 
         Raises:
             HostMemoryError: there is no host memory to measure with.

@@ -11,13 +11,8 @@ from torch import Tensor
 class Expected:
     """The gradient that a result of a step is expected to get: the last one, and 1 at first.
 
-    A forward reads it once, and it is never recomputed: it may have changed by then.
-
-    Args:
-        name: its name in emitted code.
-
-    Attributes:
-        value: the value of all elements.
+    A forward reads it once, and it is never recomputed: it may have changed by then. ``name`` is
+    its name in emitted code, ``value`` the value of all elements.
     """
 
     def __init__(self, name: str) -> None:

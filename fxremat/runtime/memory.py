@@ -30,8 +30,7 @@ _PORTABLE = 1
 class Lent(np.ndarray[Any, np.dtype[np.uint8]]):
     """Memory that is lent for as long as this array lives.
 
-    Attributes:
-        holds: an object that dies with the array; no interrupt can come between.
+    ``holds`` dies with the array; no interrupt can come between.
     """
 
     holds: object
@@ -204,8 +203,7 @@ def _no_pinned_memory(nbytes: int, why: str) -> HostMemoryError:
 def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, str]]:
     """Yield limits on memory, and whose they are: the machine's, and those of the control groups.
 
-    Args:
-        root: root of the file system that has ``proc`` and ``sys``.
+    ``root`` is the root of the file system that has ``proc`` and ``sys``.
     """
     with contextlib.suppress(AttributeError, ValueError, OSError):
         yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine"

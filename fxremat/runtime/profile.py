@@ -166,9 +166,7 @@ class Watcher:
     def until_gone(self, graph: object, step: object) -> None:
         """Watch at least as long as ``graph`` exists, if ``step`` is watched.
 
-        Args:
-            graph: lives as long as the graph of a call.
-            step: what its forward has left.
+        ``graph`` is an object that lives as long as the graph of a call.
         """
         if self._place_of(step) is not None:
             self._end_with(graph)
@@ -176,8 +174,7 @@ class Watcher:
     def close(self, graph: object) -> None:
         """Note that no further call begins of the step that is watched in this thread.
 
-        Args:
-            graph: lives as long as the graph of all results of the calls.
+        ``graph`` is an object that lives as long as the graph of all results of the calls.
         """
         if self._watches_thread():
             self._end_with(graph)

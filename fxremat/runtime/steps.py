@@ -202,8 +202,7 @@ def _no_state() -> None:
 class InFlight:
     """Steps of a model whose backward has not run, and outputs of other steps that are held.
 
-    Attributes:
-        latest: the number of the step that began last.
+    ``latest`` is the number of the step that began last.
     """
 
     def __init__(self) -> None:

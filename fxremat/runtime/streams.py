@@ -25,11 +25,7 @@ def _new_event() -> Any:
 
 @dataclass(slots=True)
 class Lane:
-    """The stream of one direction.
-
-    Attributes:
-        stream: the stream that its copies run on.
-    """
+    """The stream of one direction, on which its copies run."""
 
     stream: torch.cuda.Stream
 
@@ -106,12 +102,7 @@ class Traffic:
 
 
 class PinnedBlock(Block):
-    """Page-locked memory.
-
-    Attributes:
-        written: copies into it.
-        read: copies out of it.
-    """
+    """Page-locked memory, with the copies into it (``written``) and out of it (``read``)."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         super().__init__(memory)

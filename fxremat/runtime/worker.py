@@ -192,8 +192,7 @@ def failed(kind: str, nbytes: int, error: BaseException) -> TransferError:
 class WorkerLease(Lease):
     """Transfers by the worker, for which the computing thread waits.
 
-    Attributes:
-        failure: why a transfer of the step failed; all later ones then fail, too.
+    ``failure`` says why a transfer of the step failed; all later ones then fail, too.
     """
 
     def __init__(self, block: Block, *, nbytes: int, device: torch.device) -> None:

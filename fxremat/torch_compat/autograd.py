@@ -97,8 +97,7 @@ def will_accumulate(node: Any) -> bool | None:
 def all_accumulate(nodes: Iterable[Any]) -> bool:
     """Return whether the running backward reaches all nodes, as it does unless inputs are named.
 
-    Args:
-        nodes: nodes; ``None`` is ignored.
+    ``None`` among the nodes is ignored.
     """
     try:
         return all(map(torch._C._will_engine_execute_node, filter(None, nodes)))

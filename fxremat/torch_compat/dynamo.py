@@ -113,16 +113,10 @@ def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_function(
     function: Callable[..., Any], backend: Callable[..., Any], *, whole: bool, dynamic: bool
 ) -> Any:
-    """Compile ``function``.
+    """Compile ``function``, which is captured with :func:`capture_settings`.
 
-    It is captured with :func:`capture_settings`; everything else in a call uses the user's
-    settings.
-
-    Args:
-        function: the function.
-        backend: called with each captured graph.
-        whole: whether the function must be captured as one graph.
-        dynamic: whether sizes may become symbols.
+    Everything else in a call uses the user's settings. ``whole`` says that it must be captured as
+    one graph, ``dynamic`` that sizes may become symbols.
     """
     optimize: Any = torch._dynamo.optimize
     context = optimize(backend, nopython=whole, dynamic=None if dynamic else False)
@@ -161,10 +155,8 @@ def break_of(module: object) -> str | None:
 def caller_of_captured(own: str) -> tuple[str, bool]:
     """Return the line that calls the function that Dynamo captures now.
 
-    Also return whether Python runs that line inside a function of :func:`compile_function`.
-
-    Args:
-        own: folder of a package whose lines are skipped.
+    Also return whether Python runs that line inside a function of :func:`compile_function`. Lines
+    in the folder ``own`` are skipped.
     """
     library, caller = str(Path(torch.__file__).parent), ""
     frame = sys._getframe(1)
@@ -382,8 +374,7 @@ def _skipped_once() -> Any:
 def runs_eagerly(*, captured: bool) -> bool:
     """Return whether ``torch.compiler.set_stance`` makes a call run eagerly.
 
-    Args:
-        captured: whether the function was captured before.
+    ``captured`` says whether the function was captured before.
     """
     from torch._dynamo import eval_frame  # noqa: PLC0415
 

@@ -105,10 +105,8 @@ def fake_copy(
 def fake_log(adopt: Callable[[Any], Any]) -> Any:
     """Return a mode that tracks memory of tensors without data; ``peak_bytes`` is its peak.
 
-    Storages count from the operation that makes them until they are freed.
-
-    Args:
-        adopt: returns what replaces a tensor that has data, or is on ``meta``.
+    Storages count from the operation that makes them until they are freed. ``adopt`` returns what
+    replaces a tensor that has data, or is on ``meta``.
     """
     from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
     from torch.utils._pytree import tree_leaves, tree_map  # noqa: PLC0415

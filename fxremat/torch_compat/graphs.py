@@ -111,13 +111,9 @@ _NUMBERS = ("Tensor", "Optional[Tensor]", "number", "Optional[number]")
 
 
 def without_parts(node: fx.Node, arguments: Any) -> Any:
-    """Return arguments of ``node`` without integers that may differ between processes.
+    """Return arguments of ``node``, by place or name, without integers that processes differ in.
 
     These are numbers that it computes with, or that say which part of a tensor is taken.
-
-    Args:
-        node: an operation.
-        arguments: its positional arguments, or its keyword arguments.
     """
 
     def replaced(value: object) -> object:

@@ -56,9 +56,8 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
 class SharedStore:
     """Bytes by name that the processes of a group share.
 
-    Args:
-        prefix: prefix of all names, which keeps stores separate.
-        base: a store; ``None``: the one through which all processes were initialized.
+    All names get a ``prefix``, which keeps stores separate. ``base`` is the store below; ``None``:
+    the one through which all processes were initialized.
     """
 
     def __init__(self, prefix: str, base: Any = None) -> None:

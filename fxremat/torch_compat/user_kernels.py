@@ -78,9 +78,7 @@ def _table() -> Any:
 class KernelLauncher:
     """Launches one kernel, which writes to the tensors that it is given.
 
-    Args:
-        kernel: as in :class:`UserLaunch`.
-        constants: as in :class:`UserLaunch`.
+    For the arguments see :class:`UserLaunch`.
     """
 
     def __init__(self, kernel: Any, constants: Mapping[str, Any]) -> None:

@@ -42,11 +42,7 @@ def computed_again(
 ) -> frozenset[fx.Node]:
     """Return the forward values of ``span`` that its backward computes itself.
 
-    Args:
-        line: the step.
-        span: a span of it.
-        kinds: kinds of its operations.
-        kept: values that are in memory anyway; ``None``: all that unfused operations read.
+    ``kept`` are values that are in memory anyway; ``None``: all that unfused operations read.
     """
     values = {n for n in span.forward if kinds[n] is not Kind.VIEW}
     in_memory = line.pinned | (kept or set())

@@ -32,12 +32,7 @@ Sources = Callable[[fx.Node], Iterable[fx.Node]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive stages.
-
-    Attributes:
-        forward, backward: their operations, in the order of the graph.
-        leaving: tensors that cross the cut after them.
-    """
+    """Consecutive stages: their operations in graph order, and what crosses the cut after them."""
 
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]

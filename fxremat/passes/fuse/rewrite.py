@@ -38,14 +38,10 @@ CONTIGUOUS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
 
 
 def fuse(line: Line, units: Units) -> fx.GraphModule:
-    """Return the graph of ``line`` with units.
-
-    Args:
-        line: the step, traced with decompositions.
-        units: units that exist; new ones are added.
+    """Return the graph of ``line`` with units; new ones are added to ``units``.
 
     Ensures: no unit crosses a cut of ``line``; every remaining tensor has the layout it had; random
-        draws keep their order.
+    draws keep their order.
     """
     return _Writer(_Items(line), units).write()
 

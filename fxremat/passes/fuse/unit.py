@@ -262,9 +262,8 @@ class Units:
     ) -> None:
         """Compile the kernels of all units for the sizes of the capture.
 
-        Args:
-            progress: called with a title, the number of compiled units, and the number of all.
-            note: as for :func:`compile_units`.
+        ``progress`` is called with a title, the number of compiled units, and the number of all;
+        for ``note`` see :func:`compile_units`.
         """
         wanted = [(unit, tuple(unit.hints.values())) for unit in self]
 
@@ -276,10 +275,7 @@ class Units:
     def of(self, graph: fx.Graph, sure: Sequence[bool], device: torch.device) -> Unit:
         """Return the unit that runs ``graph``.
 
-        Args:
-            graph: the operations.
-            sure: which of its inputs certainly have their traced layout.
-            device: device of all tensors.
+        ``sure`` says which of its inputs certainly have their traced layout.
         """
         described, names = _described(graph)
         text = "\n".join([str(device), repr(list(sure)), *described])

@@ -134,10 +134,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 def gather_gradients(module: fx.GraphModule) -> bool:
     """Let one operation, a :class:`Beside`, return all gradients that one run has computed early.
 
-    Args:
-        module: a graph with runs in parts; it is changed.
-
-    Returns whether all that was to be computed together with a loss is computed in parts.
+    ``module`` is changed. Returns whether all such gradients are computed in parts.
     """
     graph = module.graph
     marks: dict[tuple[fx.Node, ...], list[fx.Node]] = {}

@@ -37,13 +37,9 @@ Returned = Sequence[tuple[Shape, Labels | None]]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Dimensions of a tensor whose elements, in row-major order, are its rows.
+    """Dimensions ``[first, last)`` of a tensor whose elements, in row-major order, are its rows.
 
     Neither the first nor the last of them has size 1.
-
-    Attributes:
-        first: the first of them.
-        last: the one after them.
     """
 
     first: int
