@@ -304,7 +304,7 @@ def _context_in_region(loop: Loop, graph: Graph, found: Found) -> StepContext:
 def _failing_together(loop: Loop, regions: Regions) -> Iterator[None]:
     """What fails in here fails in all processes that must follow the same plans."""
     if regions.together and loop.peers is not None:
-        with loop.peers.telling():
+        with loop.peers.reporting_failures():
             yield
     else:
         yield

@@ -243,7 +243,7 @@ def _by_first_process(
         found.append(find())
         return found[0].completed()  # others cannot complete it
 
-    with graph.peers.telling():
+    with graph.peers.reporting_failures():
         plan = graph.peers.follow("a plan", Plan, make)
         compiled = found[0] if plan is None else _as_first(graph, plan, context)
         agreed_graphs(graph.peers, compiled.structure_digest if compiled else "none")

@@ -97,7 +97,7 @@ class Chatty(Plain):
 def test_a_graph_break_names_line_and_reason():
     with (
         contextlib.redirect_stdout(io.StringIO()),
-        pytest.raises(fxremat.CaptureError, match=r"(?s)Chatty.*print.*test_capture\.py"),
+        pytest.raises(fxremat.CaptureError, match=r"(?s)Chatty.*print.*test_compiler\.py"),
     ):
         fxremat.compile(Chatty(), X, 1.0, fullgraph=True)
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_planned_whole_stays_in_pieces(monkeypatch: pytest.Monkey
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise fxremat.BudgetError("no room", least_budget_bytes=1)
 
-    monkeypatch.setattr("fxremat.module.compiled._started", refuse)
+    monkeypatch.setattr("fxremat.module.state.start", refuse)
     for _ in range(3):
         compiled(X).sum().backward()
         assert compiled._training.regions.several
