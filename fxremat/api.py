@@ -18,8 +18,8 @@ from fxremat.errors import ArgumentError, BudgetError, SizesError, refuse
 from fxremat.graph.pool import frontier_over
 from fxremat.graph.pools import all_pools
 from fxremat.loop.optimizer_state import check_optimizers
-from fxremat.module.compiled import CompiledModule, compiled, original_of
-from fxremat.module.verify import check_verifiable, cross_checked, refuse_check, verified
+from fxremat.module.compiled import CompiledModule, compile_module, original_of
+from fxremat.module.verify import check_device_present, check_solver_usable, cross_checked, verified
 from fxremat.options.arguments import Arguments, read_model
 from fxremat.options.budget import Budget, Readable
 from fxremat.options.loss import Loss, LossFunction
@@ -164,13 +164,13 @@ def compile(
     """
     # The others are passed to Arguments.read by their own names.
     given = {name: value for name, value in locals().items() if name not in ("model", "sample")}
-    with Peers.told_of_refusals(model, ranks):
+    with Peers.reporting_early_failures(model, ranks):
         cuda_graph.refuse_planning()
         model = original_of(read_model(model))
         call = None if sample is None else Sample.of(sample)
         asked = Arguments.read(**given)
         check_optimizers(asked.optimizers, model, call)
-    return compiled(model, asked, call)
+    return compile_module(model, asked, call)
 
 
 def plan(
@@ -194,7 +194,7 @@ def plan(
             or ortools is missing.
     """
     if read_bool("check", check):
-        refuse_check(options.get("offload", False))
+        check_solver_usable(options.get("offload", False))
     made = compile(model, sample, budget, **_whole("plan", options))
     made._training.loop.leave()  # it does not train
     (found,) = made.plans
@@ -367,7 +367,7 @@ def estimate(
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
     _refuse("estimate", options)
     if read_bool("verify", verify):
-        check_verifiable()
+        check_device_present()
     target, given = read_device(device), None if budget is None else Budget.read(budget)
     if dim is not None and (given is None or given.nbytes is None):
         raise ArgumentError("dim= needs a budget= in bytes", argument="dim", value=dim)

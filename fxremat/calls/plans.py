@@ -305,7 +305,7 @@ def _context_in_region(loop: Loop, graph: Graph, fields: ContextFields) -> StepC
 def _failing_together(loop: Loop, regions: Regions) -> Iterator[None]:
     """Make a failure in the block one of all processes that must follow the same plans."""
     if regions.together and loop.peers is not None:
-        with loop.peers.telling():
+        with loop.peers.reporting_failures():
             yield
     else:
         yield

@@ -1,4 +1,4 @@
-"""Exceptions: what they hold, and what is said of a model that cannot be captured."""
+"""Exceptions of a capture: the message to the user, and the frames that they hold."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REMEDIES = (
     ),
     (
         "`lock` context manager",
-        "what a model does under a lock in its first call alone is not captured after it: call "
+        "what a model does under a lock only in its first call is not captured afterwards: call "
         "the model once before",
     ),
     ("Data-dependent branching", "let both branches be computed, and torch.where choose"),
@@ -36,58 +36,60 @@ _REMEDIES = (
     ),
 )
 
-_DEFAULT = "fxremat plans whole steps: take what breaks the graph out of the forward"
+_DEFAULT_REMEDY = "fxremat plans whole steps: take what breaks the graph out of the forward"
 
 _EXPLANATION = re.compile(r"^ *Explanation: (.+)$", re.M)
 
 MOST_LINES = 3
-"""Lines of the user's that a message names, the innermost ones."""
+"""The most lines of the user's source that a message names, innermost last."""
 
 
-class shortened:  # noqa: N801, a context manager; one of contextlib's would be a frame itself
-    """Within it, errors of this package lose the frames of torch and of planning that they came
-    through: their message has what those would tell. Other errors keep theirs.
+class frames_removed:  # noqa: N801, a context manager of contextlib would add a frame itself
+    """Remove the traceback from errors of this package that leave the context.
+
+    Their frames are those of torch and of planning, and their message says more than these. Other
+    errors keep their traceback.
     """
 
     def __enter__(self) -> None:
-        """Do nothing: what counts is how it is left."""
+        """Do nothing: only the exit matters."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _frames: object) -> None:
         if isinstance(error, FxrematError):
             try:
-                raise shorten(error)
+                raise without_frames(error)
             finally:
-                del error, _frames  # this frame is theirs
+                del error, _frames  # this frame would be in a cycle with them
 
 
-def shorten(error: FxrematError) -> FxrematError:
-    """``error`` without the frames that it came through; they forget their values."""
+def without_frames(error: FxrematError) -> FxrematError:
+    """Return ``error`` without its traceback, whose frames are cleared."""
     LOG.debug("raised by", exc_info=error)
-    let_go(error)
+    release_frames(error)
     return error.with_traceback(None)
 
 
-def let_go(error: BaseException) -> None:
-    """Have frames that have ended, of ``error`` and of what led to it, forget their values.
+def release_frames(error: BaseException) -> None:
+    """Clear the finished frames of ``error`` and of the errors that led to it.
 
-    Their lines stay in the traceback. Whoever handles an exception under a name and raises it is
-    in a circle with it: what its frames have would be there until circles are collected.
+    Their lines stay in the traceback. A frame that names an exception and raises it is in a
+    reference cycle with it: its tensors would live until cycles are collected.
     """
-    found: dict[int, BaseException] = {}
+    cleared: dict[int, BaseException] = {}
     left = [error]
     while left:
         error = left.pop()
-        if id(error) not in found:
-            found[id(error)] = error
+        if id(error) not in cleared:
+            cleared[id(error)] = error
             traceback.clear_frames(error.__traceback__)
             left += torch_compat.leading_to(error)
 
 
-def refused(model: torch.nn.Module, cause: BaseException) -> CaptureError:
-    """The error that tells of ``model``, which Dynamo could not capture for ``cause``."""
+def capture_refusal(model: torch.nn.Module, cause: BaseException) -> CaptureError:
+    """Return the error that says why Dynamo could not capture ``model``, and what helps."""
     reason = str(cause).strip()
     why = [reason.splitlines()[0], *_EXPLANATION.findall(reason)]
-    remedy = next((told for sign, told in _REMEDIES if sign in reason), _DEFAULT)
+    remedy = next((remedy for sign, remedy in _REMEDIES if sign in reason), _DEFAULT_REMEDY)
     lines = map(str, torch_compat.user_lines(reason)[-MOST_LINES:])
     text = "\n".join([": ".join(why), *lines, remedy])
     return CaptureError(f"{type(model).__name__} cannot be captured as one graph: {text}")

@@ -1,4 +1,4 @@
-"""Leave no trace: put back what planning a model would change about it or the process."""
+"""Contexts that restore what planning would change in a model or in the process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @contextlib.contextmanager
 def generators_restored(*holders: object) -> Iterator[None]:
-    """Python's, NumPy's and torch's default random generators end as they began.
+    """Restore the random generators of Python, NumPy and torch on exit.
 
     Args:
-        holders: models and samples; generators among their attributes and arguments do so, too.
+        holders: models and samples, whose generators are also restored.
     """
     own = {id(g): (g, g.get_state()) for held in holders for g in _generators_of(held)}
     python_state = random.getstate()
@@ -41,7 +41,7 @@ def generators_restored(*holders: object) -> Iterator[None]:
 
 
 def _generators_of(holder: object) -> Iterator[torch.Generator]:
-    """Generators in a model's attributes, or in containers."""
+    """Yield the generators in a model's attributes, or in a container."""
     values: list[object] = [holder]
     if isinstance(holder, nn.Module):
         values = [value for module in holder.modules() for value in vars(module).values()]
@@ -52,7 +52,7 @@ def _generators_of(holder: object) -> Iterator[torch.Generator]:
 
 @contextlib.contextmanager
 def in_training(model: nn.Module) -> Iterator[None]:
-    """Training mode for a model in eval mode; each module's own mode is put back."""
+    """Put a model into training mode, and restore the mode of each of its modules on exit."""
     if model.training:
         yield
         return
@@ -69,26 +69,30 @@ def in_training(model: nn.Module) -> Iterator[None]:
 def attributes_replaced(
     model: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """Tensors in plain attributes are replaced, and all attributes end as they began.
+    """Replace the tensors in plain attributes, and restore all attributes on exit.
 
-    A forward may cache a tensor, or count its calls. Where the call installed hooks (a
-    library does so once, and notes that it did), only tensors without data are taken out
-    again: the hooks and the note belong together.
+    A forward may cache a tensor or count its calls. Where it installs hooks inside (a library does
+    so once, and records that it did), only attributes with fake tensors are restored, so that the
+    hooks agree with the record.
+
+    Args:
+        model: the model.
+        replacement: returns the tensor to put in the place of another.
     """
     before = {module: _snapshot(module) for module in model.modules()}
-    hooks = list(map(len, hooks_of(model)))
+    hooks = list(map(len, hook_dicts(model)))
     for module in before:
         _replace_tensors(module, replacement)
     try:
         yield
     finally:
-        installed = list(map(len, hooks_of(model))) != hooks
+        installed = list(map(len, hook_dicts(model))) != hooks
         for module, attributes in before.items():
             _restore(module, attributes, only_fake=installed)
 
 
 def _snapshot(module: nn.Module) -> dict[str, Any]:
-    """Attributes, with copies of the dicts and lists among them."""
+    """Return the attributes of a module, with copies of its dicts, lists and sets."""
     return {
         name: value.copy() if type(value) in (dict, list, set) else value
         for name, value in vars(module).items()
@@ -112,8 +116,8 @@ def _replace_tensors(
             value[:] = [replacement(v) if isinstance(v, torch.Tensor) else v for v in value]
 
 
-def hooks_of(model: nn.Module) -> list[dict[int, Any]]:
-    """Dicts that ``model`` and its parts keep their hooks in, as long as the parts are there."""
+def hook_dicts(model: nn.Module) -> list[dict[int, Any]]:
+    """Return the dicts in which ``model`` and its submodules keep their hooks."""
     return [getattr(m, name) for m in model.modules() for name in _HOOKS if hasattr(m, name)]
 
 
@@ -134,7 +138,7 @@ def _restore(module: nn.Module, before: dict[str, Any], *, only_fake: bool) -> N
 
 
 def _refill(attributes: dict[str, Any], name: str, contents: Any) -> None:
-    """Give a container its old contents; others may hold the same object."""
+    """Restore the contents of a container in place, as other objects may refer to it."""
     container = attributes[name]
     if type(container) is not type(contents):
         attributes[name] = contents

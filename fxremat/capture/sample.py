@@ -1,4 +1,4 @@
-"""The sample: what a call of the model looks like."""
+"""The sample: the arguments of one call of a model."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
-from fxremat.capture.errors import let_go
+from fxremat.capture.errors import release_frames
 from fxremat.capture.isolation import attributes_replaced, generators_restored
 from fxremat.errors import CaptureError, NoGradientError, SampleError
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Arguments of one call of the model: tensors, and flags, None and numbers as they are.
+    """The arguments of one call of a model: tensors, and any other values.
 
     Attributes:
-        args: positional arguments.
-        kwargs: keyword arguments, by name.
+        args: the positional arguments.
+        kwargs: the keyword arguments, by name.
     """
 
     args: tuple[Any, ...] = ()
@@ -37,7 +37,7 @@ class Sample:
         """Read a tensor, a tuple or list of arguments, a dict of keywords, or a ``Sample``.
 
         Raises:
-            SampleError: it is of another kind.
+            SampleError: ``sample`` is of another type.
         """
         match sample:
             case Sample():
@@ -61,12 +61,12 @@ class Sample:
         )
 
     def map(self, change: Callable[[Any], Any]) -> Sample:
-        """A sample with ``change`` of each tensor, number or other leaf in its place."""
+        """Return a sample in which ``change`` has replaced each leaf, tensor or not."""
         args, kwargs = pytree.tree_map(change, (self.args, self.kwargs))
         return Sample(args, kwargs)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor of the sample with its place, named as ``sample[0]`` or ``sample['x']``."""
+        """Yield each tensor with its place, as ``sample[0]`` or ``sample['x']``."""
         leaves, _ = pytree.tree_flatten_with_path((self.args, self.kwargs))
         for path, leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -76,7 +76,7 @@ class Sample:
 def places_of(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[str, torch.Tensor], ...]:
-    """Every tensor of a call, named as ``args[0]`` or ``kwargs['x']``."""
+    """Return each tensor of a call with its place, as ``args[0]`` or ``kwargs['x']``."""
     named = (("args", args), ("kwargs", kwargs))
     return tuple(
         (name + pytree.keystr(path), leaf)
@@ -87,11 +87,11 @@ def places_of(
 
 
 def check_sample(model: nn.Module, sample: Sample) -> None:
-    """Refuse a sample or a model that no step can be captured of.
+    """Refuse a sample or a model of which no step can be captured.
 
     Raises:
-        SampleError: a tensor is not where the model is, or there is no data.
-        CaptureError: autograd refuses a tensor of the model.
+        SampleError: a tensor is not on the model's device, or has no data.
+        CaptureError: autograd cannot save a tensor of the model.
         NoGradientError: nothing requires a gradient.
     """
     name = type(model).__name__
@@ -141,16 +141,16 @@ def check_gradients(model: nn.Module, sample: Sample) -> None:
 
 
 def call_without_data(model: nn.Module, sample: Sample) -> object:
-    """Call ``model`` on copies without data: shapes are computed, no data and no state is touched.
+    """Call ``model`` on fake copies of its arguments, parameters and buffers.
 
-    Some libraries install hooks at a model's first call ever, under a lock that Dynamo
-    cannot enter; this call does it. Parameters and buffers are such copies as well; what is one
-    already stays.
+    Shapes are computed; no data is read, and no state changes. Some libraries install hooks at a
+    model's first call, under a lock that Dynamo cannot trace; this call does it.
 
-    Returns the outputs, without data; ``None`` where they cannot be known without data.
+    Returns:
+        The outputs as fake tensors, or ``None`` where they depend on data.
 
     Raises:
-        Exception: what the model itself raises at the call, see :func:`own_error`.
+        Exception: what the model itself raises at the call, see :func:`model_error`.
     """
     mode = torch_compat.fake_mode_of(t for _, t in sample.tensors())
 
@@ -173,26 +173,26 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
         ):
             return functional_call(model, state, args, kwargs)
     except torch_compat.data_dependent_errors():
-        return None  # the capture tells where, and names the line
+        return None  # the capture names the line
     except Exception as error:
-        let_go(error)
-    own = own_error(model, sample)
-    if own is None:  # it does what cannot be done without data
+        release_frames(error)
+    raised = model_error(model, sample)
+    if raised is None:  # the model runs, but not on fake tensors
         return None
     try:
-        let_go(own)
-        raise own
+        release_frames(raised)
+        raise raised
     finally:
-        del own  # this frame is its own
+        del raised  # this frame would be in a cycle with it
 
 
-def own_error(model: nn.Module, call: Sample) -> Exception | None:
-    """What the model itself raises at a call, to be raised to the user as it is; ``None``: nothing.
+def model_error(model: nn.Module, call: Sample) -> Exception | None:
+    """Return what the model itself raises at a call, or ``None`` where it raises nothing.
 
-    It is run on copies of the arguments and of all that it has, if it can be without gradients.
-    Where the memory for that is not there, nothing is known. A note names the call's tensors,
-    where Python has notes. Whoever raises it handles no other error, which would become its
-    context.
+    The model runs on copies of the arguments and of its tensors, without gradients and, where that
+    fails, with them. It counts as raising nothing where the memory for the copies is lacking.
+    From Python 3.11 on, a note of the exception names the call's tensors. Raise it outside of any
+    ``except`` clause, whose error would become its context.
     """
 
     def copied(value: Any) -> Any:
@@ -200,7 +200,7 @@ def own_error(model: nn.Module, call: Sample) -> Exception | None:
             return value
         return value.detach().clone().requires_grad_(value.requires_grad)
 
-    found: Exception | None = None
+    raised: Exception | None = None
     for enabled in (False, True):
         try:
             args, kwargs = pytree.tree_map(copied, (call.args, call.kwargs))
@@ -215,11 +215,11 @@ def own_error(model: nn.Module, call: Sample) -> Exception | None:
         except torch.OutOfMemoryError:
             return None
         except Exception as error:
-            found = error
+            raised = error
         else:
             return None
-    if found is not None and sys.version_info >= (3, 11):
+    if raised is not None and sys.version_info >= (3, 11):
         given = places_of(call.args, call.kwargs)
         shapes = ", ".join(f"{place} {tuple(t.shape)} {t.dtype}" for place, t in given)
-        found.add_note(f"raised by {type(model).__name__} itself, called with {shapes}")
-    return found
+        raised.add_note(f"raised by {type(model).__name__} itself, called with {shapes}")
+    return raised

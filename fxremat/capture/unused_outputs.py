@@ -1,13 +1,13 @@
-"""Outputs that the loss does not use: no gradient of them is ever made.
+"""Outputs that the loss does not use, and for which no gradient is computed.
 
-Autograd hands a compiled backward zeros for every output that got no gradient. The logits
-that many models return beside their loss cost as much again that way, and a summation with
-zeros. Detached inside the captured step, they cost neither. They are still there while their
-caller holds them, maybe through the whole backward; not returned at all, they cost nothing.
+Autograd passes zeros to a compiled backward for every output that has no gradient. The logits that
+many models return together with their loss then cost their bytes twice, and an addition of zeros.
+Outputs that are detached inside the captured step cost neither. Their caller may hold them through
+the whole backward; outputs that are not returned at all cost nothing.
 
-Zeros that are summed first give the sum their layout, and a kernel that reads it may sum up in an
-order that follows the layout. So that the bits are those of the step with zeros, what the step
-itself makes of such an output's gradient is laid so.
+The first summand of a gradient determines the layout of the sum, and a kernel that reads the sum
+may add in an order that follows the layout. So that all bits are those of a step with zeros, the
+gradient that the step itself computes of a detached output is given the layout of that sum.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fxremat.errors import BackwardError
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """Outputs without a gradient, as leaves in order.
+    """The outputs of a model without a gradient, by their index among the leaves.
 
     Attributes:
-        leaves: which.
-        count: how many leaves there are; outputs of another form are left as they are.
-        dropped: ``None`` is returned in their place.
+        leaves: their indices.
+        count: the number of leaves; outputs with another number are not changed.
+        dropped: whether the model returns ``None`` in their place.
     """
 
     leaves: tuple[int, ...]
@@ -40,7 +40,7 @@ class Unused:
 
 
 def forward_of(model: nn.Module, unused: Unused | None) -> Callable[..., Any]:
-    """What is captured of a model: hooks of the model itself run around it."""
+    """Return the function to capture of a model: hooks of the model itself run outside of it."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return model.forward(*args, **kwargs)
@@ -51,12 +51,12 @@ def forward_of(model: nn.Module, unused: Unused | None) -> Callable[..., Any]:
 def _detaching(
     forward: Callable[..., Any], unused: Unused
 ) -> Callable[..., tuple[Any, tuple[int, ...]]]:
-    """``forward`` with some outputs that have no gradient, or are not returned.
+    """Return ``forward`` with ``unused`` outputs detached or dropped.
 
-    What it returns is followed by which of its leaves were detached for it.
+    The returned function also returns the indices of the leaves that it has detached.
     """
 
-    gradient_as_with_zeros = torch_compat.opaque_to_dynamo(_gradient_as_with_zeros)
+    detached_with_layout = torch_compat.opaque_to_dynamo(_detached_with_layout)
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, tuple[int, ...]]:
         leaves, spec = pytree.tree_flatten(forward(*args, **kwargs))
@@ -64,8 +64,8 @@ def _detaching(
         if len(leaves) == unused.count:
             detached = tuple(i for i in unused.leaves if leaves[i].requires_grad)
         for i in detached:
-            kept = gradient_as_with_zeros(leaves[i])
-            leaves[i] = None if unused.dropped else kept
+            output = detached_with_layout(leaves[i])
+            leaves[i] = None if unused.dropped else output
         if unused.dropped:
             detached = ()
         return pytree.tree_unflatten(leaves, spec), detached
@@ -73,20 +73,20 @@ def _detaching(
     return call
 
 
-def _gradient_as_with_zeros(output: torch.Tensor) -> torch.Tensor:
-    """``output`` without a gradient; where the step reads it, the one that it gets from there lies
-    as zeros and it would together.
-    """
+def _detached_with_layout(output: torch.Tensor) -> torch.Tensor:
+    """Detach ``output``; its gradient inside the step has the layout of a sum with zeros."""
     zeros = torch_compat.traced_tangent(output)
     if zeros is not None:
         hooked: Any = output
-        hooked.register_hook(lambda gradient: _laid_as_sum(zeros, gradient))
+        hooked.register_hook(lambda gradient: _in_layout_of_sum(zeros, gradient))
     return output.detach()
 
 
-def _laid_as_sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """``second``, in the layout of the sum of both."""
-    stride = torch.add(first, second).stride()  # without data: no operation of a graph reads it
+def _in_layout_of_sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return ``second`` in the layout of the sum of both."""
+    stride = torch.add(
+        first, second
+    ).stride()  # traced on fake tensors; the graph drops it as unused
     if stride == second.stride():
         return second
     shape = second.shape
@@ -96,9 +96,9 @@ def _laid_as_sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_gradients(outputs: Any, detached: tuple[int, ...]) -> Any:
-    """``outputs``; a backward through one that was ``detached`` raises.
+    """Return ``outputs``, of which the ``detached`` require a gradient again, as in the model.
 
-    They require a gradient again, as the model's own do, so that nothing is lost silently.
+    A backward through one of them raises ``BackwardError``, so that no gradient is lost silently.
     """
     leaves, spec = pytree.tree_flatten(outputs)
     anchor = torch.empty(0, requires_grad=True)

@@ -1,6 +1,6 @@
-"""The command: what a step would take, a plan of it, and what a saved plan says, from a shell.
+"""The ``fxremat`` command: estimates a step, plans one, and reports on a saved plan.
 
-What is here needs no torch, which takes seconds to load: help is there at once.
+This module does not import torch, which takes seconds to load, so that help appears at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from fxremat.progress import on_terminal, wanted
 FITS, TOO_LARGE, WRONG, FAILED = range(4)
 
 LIBRARY = "transformers"
-"""Of a source ``transformers:CLASS``: its models are made of a configuration."""
+"""The module of a source ``transformers:CLASS``, whose models are made of a configuration."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; its exit code: 0 fits, 1 does not, 2 wrong arguments, 3 the model failed.
+    """Run the command and return its exit code.
 
     Args:
-        arguments: those of the shell if None.
+        arguments: the arguments of the command line; ``None``: those of this process.
+
+    Returns:
+        0 where the step fits, 1 where it does not, 2 for wrong arguments, 3 where the model failed.
     """
     asked = _parser().parse_args(arguments)
     try:
@@ -39,18 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _logged():
             return run(asked)
     except BudgetError as error:
-        return _say(asked, error, WRONG if error.least_budget_bytes is None else TOO_LARGE)
+        return _report_error(asked, error, WRONG if error.least_budget_bytes is None else TOO_LARGE)
     except (ArgumentError, PlanError) as error:
-        return _say(asked, error, WRONG)
+        return _report_error(asked, error, WRONG)
     except Exception as error:
-        return _say(asked, error, FAILED)
+        return _report_error(asked, error, FAILED)
 
 
 @contextlib.contextmanager
 def _logged() -> Iterator[None]:
-    """What the package logs is on the standard error output, where no bar is: nobody else has
-    asked for it.
-    """
+    """Print the package's log on standard error where no progress bar is shown."""
     if on_terminal() or not wanted():
         yield
         return
@@ -66,23 +67,23 @@ def _logged() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _say(asked: argparse.Namespace, error: Exception, code: int) -> int:
-    """Say what went wrong: of a model that failed in one line, what raised it named."""
+def _report_error(asked: argparse.Namespace, error: Exception, code: int) -> int:
+    """Print an error, in one line where the model failed, and return the exit code."""
     if asked.traceback:
         traceback.print_exception(error)
-    said = str(error)
+    message = str(error)
     if code == FAILED:
-        said = " ".join(said.split())
+        message = " ".join(message.split())
         if not isinstance(error, FxrematError):
-            said = f"{asked.source} failed: {type(error).__name__}: {said}"
+            message = f"{asked.source} failed: {type(error).__name__}: {message}"
         if not asked.traceback:
-            said += " (--traceback tells all)"
-    sys.stderr.write(f"fxremat: {said}\n")
+            message += " (--traceback prints where)"
+    sys.stderr.write(f"fxremat: {message}\n")
     return code
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up only then."""
+    """Prints the version, which is looked up only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_given: Any) -> None:
         print(f"fxremat {fxremat.__version__}")
@@ -98,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print it, and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     estimate = commands.add_parser(
-        "estimate", help="what a training step would take of a device, which need not be here"
+        "estimate", help="estimate a training step on any device, which this machine need not have"
     )
     _add_step(estimate, "estimate")
     estimate.add_argument(
@@ -114,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--device", default="cpu", help="of this machine: cpu or cuda (%(default)s)")
     plan.add_argument("--budget", required=True, help=_help(BUDGET.doc))
     plan.add_argument("--save", type=Path, metavar="FILE", help="for compile(plan=FILE)")
-    report = commands.add_parser("report", help="what a plan says that was saved")
+    report = commands.add_parser("report", help="print a saved plan")
     report.add_argument("source", metavar="PLAN", help="a file that Plan.save wrote")
     _add_output(report)
     return parser
@@ -164,6 +165,4 @@ def _help(text: str) -> str:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
-    parser.add_argument(
-        "--traceback", action="store_true", help="of what fails, all that led to it"
-    )
+    parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")

@@ -1,4 +1,4 @@
-"""What the commands do, and the model and the sample that they name."""
+"""The commands, and how they load the model and the sample that the command line names."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fxremat.progress import shown
 from fxremat.report.plan import Plan
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-"""Dtypes as others write them."""
+"""Common short names of dtypes."""
 
 
 def estimate(asked: argparse.Namespace) -> int:
-    """``fxremat estimate``; its exit code."""
+    """Run ``fxremat estimate`` and return its exit code."""
     with torch.device("meta"):  # nothing is allocated
-        step = _loaded(asked)
-    found = api.estimate(
+        step = _load(asked)
+    estimated = api.estimate(
         step.model,
         step.sample,
         device=asked.device,
@@ -42,48 +42,54 @@ def estimate(asked: argparse.Namespace) -> int:
         **_options(asked, step),
     )
     if asked.html is not None:
-        (found.plan or found.kept).save_html(asked.html)
+        (estimated.plan or estimated.kept).save_html(asked.html)
     if asked.json:
-        _print_json(found.facts())
+        _print_json(estimated.facts())
     else:
-        found.show()
-        if found.batches is not None:
-            found.batches.show()
-    return FITS if found.fits else TOO_LARGE
+        estimated.show()
+        if estimated.batches is not None:
+            estimated.batches.show()
+    return FITS if estimated.fits else TOO_LARGE
 
 
 def plan(asked: argparse.Namespace) -> int:
-    """``fxremat plan``; its exit code."""
-    with _here(asked.device):
-        step = _loaded(asked)
-    found = api.plan(step.model, step.sample, asked.budget, **_options(asked, step))
+    """Run ``fxremat plan`` and return its exit code."""
+    with _local_device(asked.device):
+        step = _load(asked)
+    planned = api.plan(step.model, step.sample, asked.budget, **_options(asked, step))
     if asked.save is not None:
-        found.save(asked.save)
-    _print_plan(asked, found)
+        planned.save(asked.save)
+    _print_plan(asked, planned)
     return FITS
 
 
 def report(asked: argparse.Namespace) -> int:
-    """``fxremat report``; its exit code."""
+    """Run ``fxremat report`` and return its exit code."""
     _print_plan(asked, Plan.load(asked.source))
     return FITS
 
 
-def _loaded(asked: argparse.Namespace) -> Step:
-    """The model and its sample; libraries that they need may take long to load."""
+def _load(asked: argparse.Namespace) -> Step:
+    """Load the step with progress shown: importing its libraries may take long."""
     with shown() as progress:
         progress("load")
         return _step_of(asked)
 
 
-def _here(written: str) -> torch.device:
-    """A device of this machine."""
+def _local_device(written: str) -> torch.device:
+    """Return a device of this machine.
+
+    Raises:
+        ArgumentError: this machine does not have it.
+    """
     try:
         device = torch.device(written)
     except RuntimeError:
         device = torch.device("meta")
     if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
-        must_be = "cpu or cuda, and here, as a plan is measured: fxremat estimate takes others"
+        must_be = (
+            "cpu or cuda, on this machine, as a plan is measured: fxremat estimate takes others"
+        )
         refuse("--device", written, must_be)
     return device
 
@@ -123,11 +129,12 @@ def _options(asked: argparse.Namespace, step: Step) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step.
+    """The training step that a command line names.
 
     Attributes:
-        model, sample: of it.
-        own_loss: its loss is one that the model returns.
+        model: the model.
+        sample: the arguments of one call of it.
+        own_loss: whether the model returns its loss.
     """
 
     model: nn.Module
@@ -136,10 +143,11 @@ class Step:
 
 
 def _step_of(asked: argparse.Namespace) -> Step:
-    """The step that a command line names. What the model's own code raises is not caught.
+    """Return the step that the command line names.
 
     Raises:
-        ArgumentError: the command line names none.
+        ArgumentError: the command line names no step.
+        Exception: what the code of the model raises.
     """
     module, _, name = asked.source.partition(":")
     if not (module and name):
@@ -147,33 +155,33 @@ def _step_of(asked: argparse.Namespace) -> Step:
     if os.curdir not in sys.path:
         sys.path.insert(0, os.curdir)  # as python -m does
     try:
-        found = getattr(importlib.import_module(module), name)
+        source = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
-            raise  # one that the module itself needs
+            raise  # the module itself imports a missing one
         refuse("the source", asked.source, f"a module that can be imported: {error}")
     except AttributeError as error:
         if module in sys.modules and not hasattr(sys.modules[module], name):
             refuse("the source", asked.source, f"a function or class of {module}: {error}")
         raise
     if module == LIBRARY:
-        return _step(asked, *_of_library(found, asked))
-    made = found()
-    if not (isinstance(made, tuple) and len(made) == 2):
-        refuse("the source", asked.source, f"one that returns a pair, not a {type(made).__name__}")
-    return _step(asked, *made)
+        return _step(asked, *_from_transformers(source, asked))
+    pair = source()
+    if not (isinstance(pair, tuple) and len(pair) == 2):
+        refuse("the source", asked.source, f"one that returns a pair, not a {type(pair).__name__}")
+    return _step(asked, *pair)
 
 
 def _step(asked: argparse.Namespace, model: nn.Module, sample: object) -> Step:
-    """The step, with the loss that the model returns unless another is asked for."""
+    """Return the step of a model, whose loss is its own unless ``--loss`` says otherwise."""
     own = asked.loss == "own"
     if asked.loss is None and isinstance(model, nn.Module):
         own = returned_loss(call_without_data(model, Sample.of(sample))) is not None
     return Step(model, sample, own)
 
 
-def _of_library(cls: Any, asked: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
-    """A model of Transformers, and a batch of what it takes."""
+def _from_transformers(cls: Any, asked: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a model of Transformers, and a batch of its main input and labels."""
     if asked.batch is None:
         refuse("--batch", None, f"given for {asked.source}, as 4x2048")
     try:
@@ -201,10 +209,10 @@ def _of_library(cls: Any, asked: argparse.Namespace) -> tuple[nn.Module, dict[st
 
 
 def _labels(model: nn.Module, sample: dict[str, Any], shape: tuple[int, ...]) -> torch.Tensor:
-    """One for each number of the batch, or, where the model takes no such, for each row of it."""
+    """Return labels for each element of the batch, or for each row where the model takes those."""
     labels = torch.zeros(shape, dtype=torch.long)
     try:
         call_without_data(model, Sample((), {**sample, "labels": labels}))
-    except Exception:  # whatever the model raises; with the other shape it is not caught
+    except Exception:  # with the other shape, what the model raises is not caught
         return labels.new_zeros(shape[:1])
     return labels

@@ -1,4 +1,4 @@
-"""The Dynamo backend: captures graphs, has them planned, and runs what is emitted."""
+"""The compiler of Dynamo's graphs: captures, plans and runs them."""
 
 from __future__ import annotations
 
@@ -25,46 +25,52 @@ from fxremat.ranks.peers import Peers
 from fxremat.regions.warnings import NOT_CAPTURED
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.steps import Step, latest_step
-from fxremat.training.training import OWN, PlannedOnly, Training
+from fxremat.training.training import PACKAGE, DryRunFinished, Training
 
-_NONE: Mapping[str, object] = MappingProxyType({})
+_NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 
 
 def compile_graph(
     training: Training, module: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's.
+    """Compile one graph of Dynamo's and return what runs it.
+
+    Args:
+        training: the training of the model, which plans the graph.
+        module: the graph.
+        example_inputs: its inputs at the call that it is captured from.
 
     Raises:
-        CaptureError: a CUDA graph is being captured.
+        CaptureError: a CUDA graph is being captured, or the graph cannot be planned.
+        FxrematError: see :func:`fxremat.compile`.
     """
     cuda_graph.refuse_planning()
     regions = training.regions
-    broken = None if training.options.fullgraph else _broken(training, module)
+    broken = None if training.options.fullgraph else _graph_break(training, module)
     if broken is not None:
-        training.refuse_parts(broken)
+        training.refuse_single_graph_options(broken)
         regions.several = True
     if not regions.several:
         training.loop.watcher.end()
     reference = training.reference()
-    given = [example_inputs]  # AOTAutograd keeps what it is made with
-    place: int | None = None  # of the graph among those of the training
+    given = [example_inputs]  # emptied below: AOTAutograd keeps these closures alive
+    place: int | None = None  # the index of the graph in ``training.graphs``
 
     def partition(
         joint: fx.GraphModule, _joint_inputs: object, *, num_fwd_outputs: int, **_kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         nonlocal place
-        own = _there(reference)
+        own = _resolve(reference)
         try:
             places = results_of(joint, num_fwd_outputs)
             graph = _planned_graph(own, joint, given[0], num_fwd_outputs)
         except SizesError:
             raise
         except Exception as error:
-            refused = own.refused(error)
-            if refused is error:
-                raise  # from itself it would be in a circle
-            raise refused from error
+            to_raise = own.capture_error(error)
+            if to_raise is error:
+                raise  # an error must not be its own cause
+            raise to_raise from error
         place = next(i for i, each in enumerate(own.graphs) if each is graph)
         if broken is not None:
             own.regions.warnings.note_break(broken)
@@ -73,7 +79,7 @@ def compile_graph(
 
     def compile_forward(_stub: object, _inputs: object) -> Callable[..., Any]:
         torch_compat.allow_retained_graphs()
-        assert place is not None  # the partition comes first
+        assert place is not None  # the partition is made first
         return _forward(reference, place, broken or "")
 
     def compile_backward(_stub: object, _inputs: object) -> Callable[..., Any]:
@@ -91,7 +97,7 @@ def compile_graph(
             with torch_compat.without_donated_buffers():
                 run: Callable[..., Any] = backend(module, example_inputs)
         except CaptureError as error:
-            return _as_it_is(training, error, module, example_inputs)
+            return _unplanned(training, error, module, example_inputs)
     except BaseException:
         regions.graph_raised()
         raise
@@ -100,27 +106,31 @@ def compile_graph(
     return run if place is None else backward_checked(run)
 
 
-def _as_it_is(
+def _unplanned(
     training: Training, error: CaptureError, module: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Return what runs for a graph that cannot be planned, unless there is another way."""
+    """Return what runs a graph that cannot be planned, or raise why it cannot.
+
+    Raises:
+        CaptureError: ``error``, where the model is to be captured in pieces instead.
+    """
     if isinstance(error, SizesError):
         if not training.regions.several:
             raise error
-        training.no_symbols = True
+        training.fixed_sizes = True
         LOG.info("a graph runs as it is: %s", error)
         return module
-    if not training.may_be_left:
+    if not training.may_run_unplanned:
         raise error
     training.regions.warnings.warn_not_planned(error)
     return torch_compat.as_it_is(module, example_inputs)
 
 
-def _broken(training: Training, module: object) -> str | None:
-    """Return why a graph is not all of the model; ``None``: it is, as far as can be seen."""
+def _graph_break(training: Training, module: object) -> str | None:
+    """Return why a graph is only a part of the model, or ``None`` where it may be all of it."""
     ended = torch_compat.break_of(module)
-    line, inside = torch_compat.caller_of_captured(OWN)
-    # Where calls of the model are not reported, the first graph may be all of it.
+    line, inside = torch_compat.caller_of_captured(PACKAGE)
+    # torch.compile does not report calls of the model: the first graph may be all of it then.
     first = training.regions.called or not any(training.loop.in_flight)
     if ended is not None or (first and not inside):
         return ended
@@ -130,7 +140,7 @@ def _broken(training: Training, module: object) -> str | None:
 def _planned_graph(
     training: Training, joint: fx.GraphModule, example_inputs: Sequence[Any], output_count: int
 ) -> Graph:
-    """Plan a graph for the call that it was captured from, with all processes that must follow."""
+    """Plan a graph for the call that it was captured from, together with other processes."""
     regions, peers = training.regions, training.loop.peers
     together = any(map(torch_compat.is_shared, joint.graph.nodes))
     if regions.several:
@@ -138,7 +148,7 @@ def _planned_graph(
     is_first = not training.graphs or (regions.several and regions.steps < 2)
     if peers is None or not (together or is_first):
         return _graph_of(training, joint, example_inputs, output_count, None)
-    with peers.telling():
+    with peers.reporting_failures():
         graph = _graph_of(training, joint, example_inputs, output_count, peers)
     if together and regions.several:
         regions.together = True
@@ -154,11 +164,11 @@ def _graph_of(
     output_count: int,
     peers: Peers | None,
 ) -> Graph:
-    """Return a planned graph: a new one, or the same one where it was captured before."""
+    """Return a planned graph, or the cached one where it was captured before."""
     inputs, options, loop = _real_inputs(joint, example_inputs), training.options, training.loop
     made = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
     gradients = [inputs[primal] for primal in made if primal in inputs]
-    training.trained.update((id(own), weakref.ref(own)) for own in gradients)
+    training.differentiated.update((id(own), weakref.ref(own)) for own in gradients)
     several = training.regions.several
     with torch_compat.without_autotuning():
         graph = Graph(
@@ -178,15 +188,15 @@ def _graph_of(
             store=training.store,
             fused=options.fused,
             peers=peers,
-            model=training.model,
+            model=training.model_name,
             from_data=several,
         )
-        again = (own for own in training.graphs if own.is_same(graph))
-        before = next(again, None) if several and peers is None else None
-        if before is not None:  # what Dynamo guards has changed, but not the graph
-            training.note_captured_again(torch_compat.compiled_now())
-            return before
-        compiled = plan_first_call(loop, training.regions, graph, inputs, kept=training.kept)
+        same = (own for own in training.graphs if own.is_same(graph))
+        cached = next(same, None) if several and peers is None else None
+        if cached is not None:  # Dynamo's guards have failed, but the graph is the same
+            training.note_recapture(torch_compat.compiled_now())
+            return cached
+        compiled = plan_first_call(loop, training.regions, graph, inputs, kept=training.saved_plan)
     training.graphs.append(graph)
     training.regions.captured = True
     training.latest = graph, compiled
@@ -194,13 +204,13 @@ def _graph_of(
 
 
 def _caller(training: Training, gradients: list[torch.Tensor]) -> Caller:
-    """Return what the caller of a graph holds, for the graph that is captured now.
+    """Return the bytes that the caller of the graph that is captured now holds.
 
-    Loss and target are of the first graph; of a step of several graphs, of none of them.
+    The loss and its target belong to the first graph, or to none in a step of several graphs.
 
     Args:
-        training: that captures.
-        gradients: tensors that the graph computes a gradient of.
+        training: the training that captures the graph.
+        gradients: the tensors that the graph computes a gradient of.
     """
     loop, first = training.loop, None
     caller = loop.caller
@@ -214,29 +224,29 @@ def _caller(training: Training, gradients: list[torch.Tensor]) -> Caller:
     return replace(caller, resident=loop.call.resident(), outputs_bytes=first)
 
 
-def _there(reference: Callable[[], Training | None]) -> Training:
-    """Return what owns graphs that run: so its own owner exists."""
-    own = reference()
-    assert own is not None
-    return own
+def _resolve(reference: Callable[[], Training | None]) -> Training:
+    """Return the training of a graph that runs: its owner makes the call, so it exists."""
+    training = reference()
+    assert training is not None
+    return training
 
 
 def _forward(
     reference: Callable[[], Training | None], place: int, ended_by: str
 ) -> Callable[..., Any]:
-    """Return the forward of the graph at ``place`` among those of a training."""
+    """Return the forward of the graph at index ``place`` of a training."""
 
     def forward(args: list[Any]) -> Any:
-        training = _there(reference)
-        if training.dry:
-            raise PlannedOnly
+        training = _resolve(reference)
+        if training.dry_run:
+            raise DryRunFinished
         graph = training.graphs[place]
         try:
             step, run = begin(training.loop, training.regions, graph, args, ended_by=ended_by)
             if graph.calls.on_cuda:
                 with torch_compat.without_autotuning():
                     results = list(run(args))
-            else:  # nothing is tried out
+            else:  # no kernels are tuned on a CPU
                 results = run(args)  # type: ignore[assignment]
         except BaseException as error:
             training.regions.graph_raised()
@@ -256,11 +266,11 @@ def _backward(args: list[Any]) -> Sequence[Any]:
 def _inference(
     reference: Callable[[], Training | None], graph: fx.GraphModule
 ) -> Callable[..., Any]:
-    """A graph without a backward: nothing to plan, but it may lead to one that has."""
+    """Return what runs a graph without a backward, which is not planned."""
 
     def run(args: list[Any]) -> Any:
-        if _there(reference).dry:
-            raise PlannedOnly
+        if _resolve(reference).dry_run:
+            raise DryRunFinished
         values, args[:] = tuple(args), []
         return graph(*values)
 
@@ -268,14 +278,14 @@ def _inference(
 
 
 @dataclass(eq=False)
-class _Hung:
-    """Hangs on the graph of a step, and goes with it; so does what it holds."""
+class _StepHolder:
+    """Lives as long as the autograd graph of a step, and keeps the step alive as long."""
 
     step: object
 
 
 def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, a compiled step; its backward is refused where it could not be right."""
+    """Return ``run``, a compiled step, with :func:`check_backward` before its backward."""
 
     def call(*args: Any) -> Any:
         try:
@@ -291,30 +301,30 @@ def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
             return outputs
         recomputes = step.plan.recomputes
         settings = torch_compat.kernel_settings() if recomputes else {}
-        # Where hooks put another tensor in the token's place, the graph itself keeps the step.
-        held = _Hung(step if step.elsewhere else None)
-        check = functools.partial(check_backward, settings=settings, _held=held)
+        # Saved-tensor hooks may replace the step's token: then the autograd graph keeps the step.
+        holder = _StepHolder(step if step.elsewhere else None)
+        check = functools.partial(check_backward, settings=settings, _held=holder)
         torch_compat.before_backward(outputs, check)
-        watcher.until_gone(held, step)
+        watcher.until_gone(holder, step)
         return outputs
 
     return call
 
 
 def check_backward(
-    _gradients: object, *, settings: Mapping[str, object] = _NONE, _held: object = None
+    _gradients: object, *, settings: Mapping[str, object] = _NO_SETTINGS, _held: object = None
 ) -> None:
-    """A backward begins.
+    """Check that a backward that begins computes the right gradients.
 
     Args:
-        settings: those of its forward that must hold; none if nothing is computed again.
-        _held: what lives as long as the backward may run.
+        settings: the kernel settings of its forward; none where nothing is recomputed.
+        _held: an object that has to live as long as the backward may run.
 
     Raises:
-        BackwardError: it is to be differentiated, or what it computes again would be computed
-            by other kernels than the first time.
+        BackwardError: the gradients are to be differentiated, or other kernels would recompute
+            what the forward computed.
     """
-    if torch.is_grad_enabled():  # exactly then
+    if torch.is_grad_enabled():  # only with create_graph=True
         raise BackwardError(
             "the backward of a compiled step was asked for with create_graph=True: its gradients "
             "cannot be differentiated again. Call backward() without create_graph, or use the "
@@ -325,9 +335,9 @@ def check_backward(
     now = torch_compat.kernel_settings()
     changed = [name for name, value in settings.items() if now[name] != value]
     if changed:
-        told = ", ".join(f"{name} was {settings[name]}, is {now[name]}" for name in changed)
+        listed = ", ".join(f"{name} was {settings[name]}, is {now[name]}" for name in changed)
         raise BackwardError(
-            f"between the forward and the backward of a compiled step settings changed: {told}. "
+            f"between the forward and the backward of a compiled step settings changed: {listed}. "
             "What is computed again would not be the same: set them around both"
         )
 
@@ -335,17 +345,17 @@ def check_backward(
 def _real_inputs(
     joint: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Mapping[int, torch.Tensor]:
-    """Real values of the joint graph's primals, where Dynamo's inputs are real."""
-    found: dict[int, torch.Tensor] = {}
+    """Return the values of the joint graph's primals that are tensors with data."""
+    values: dict[int, torch.Tensor] = {}
     for primal, value in enumerate(torch_compat.primal_values(joint, example_inputs)):
         if isinstance(value, torch.Tensor) and not torch_compat.is_fake(value):
-            found[primal] = value
-    return found
+            values[primal] = value
+    return values
 
 
 def _places(
     inputs: Mapping[int, torch.Tensor], arguments: Sequence[tuple[str, torch.Tensor]]
 ) -> dict[int, str]:
-    """Places in the call, by primal, of primals that are its arguments."""
+    """Return, for each primal that is an argument of the call, the argument's name."""
     place = {id(tensor): name for name, tensor in reversed(arguments)}
     return {i: place[id(tensor)] for i, tensor in inputs.items() if id(tensor) in place}

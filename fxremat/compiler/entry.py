@@ -1,4 +1,4 @@
-"""The way from a call into captured code: the first sizes as numbers, all others as symbols."""
+"""Calls captured code: the first sizes are numbers, and all others are symbols."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fxremat import torch_compat
 from fxremat.compiler.compiler import compile_graph
 from fxremat.errors import CaptureError, SizesError
 from fxremat.graph.shortfall import user_line, warn
-from fxremat.training.training import Training
+from fxremat.training.training import DryRunFinished, Training
 
 
 class Backend:
-    """The Dynamo backend of a :class:`Training`, which goes when its owner does.
+    """The Dynamo backend of a :class:`Training`, which it does not keep alive.
 
-    Dynamo keeps this, and what is made for its graphs, in a cache of the user's functions and among
-    their globals, for as long as these are there.
+    Dynamo keeps the backend, and what the backend returns for graphs, in caches of the user's
+    functions and among their globals, for as long as these functions exist.
     """
 
     def __init__(self, training: Training) -> None:
@@ -35,24 +35,25 @@ class Backend:
     ) -> Callable[..., Any]:
         """Compile one graph of Dynamo's."""
         training = self.training()
-        assert training is not None  # nobody else calls
+        assert training is not None  # the training's owner makes the call
         return compile_graph(training, module, example_inputs)
 
 
 class Entry:
-    """Calls a forward as it was captured.
+    """A forward that Dynamo captures when it is called.
 
-    A capture with symbols serves all sizes. The first one has its own, with numbers: operations are
-    fewer there, and what was planned for it is not planned less exactly once other sizes come.
+    One capture with symbols serves all sizes. The sizes of the first call have a capture with
+    numbers, which has fewer operations and whose plan stays exact when other sizes follow.
 
     Args:
-        forward: what is captured.
-        backend: of Dynamo.
-        dynamic: ``True``: symbols from the first call on; ``False``: never; ``None``: from the
-            second size on, where what is computed can follow them.
-        whole: it must be one graph.
-        failures: tells what is raised where it cannot be captured, before anything has run.
-        instead: is called with such an error and the arguments; ``None``: the error comes out.
+        forward: the function to capture.
+        backend: the backend of Dynamo.
+        dynamic: ``True``: symbols from the first call on; ``False``: never symbols; ``None``:
+            symbols from the second size on, where the operations allow it.
+        whole: whether the forward must be captured as one graph.
+        failures: returns the exceptions that mean that the capture failed before anything ran.
+        on_failure: is called with such an exception and with the arguments, and returns the
+            outputs; ``None``: the exception is raised.
     """
 
     def __init__(
@@ -63,25 +64,25 @@ class Entry:
         dynamic: bool | None,
         whole: bool,
         failures: Callable[[], tuple[type[Exception], ...]] = torch_compat.capture_failures,
-        instead: Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any] | None = None,
+        on_failure: Callable[[Exception, tuple[Any, ...], dict[str, Any]], Any] | None = None,
     ) -> None:
-        keep_compiled()
+        forbid_silent_fallback()
         self._dynamic = dynamic
         self._first: list[object] | None = None
-        self._given = forward, backend, whole
-        self._failures, self._instead = failures, instead
+        self._forward, self._backend, self._whole = forward, backend, whole
+        self._failures, self._on_failure = failures, on_failure
         own, others = (torch_compat.with_code_of_its_own(forward) for _ in range(2))
-        self._own = torch_compat.compile_function(
+        self._run_first = torch_compat.compile_function(
             own, backend, whole=whole, dynamic=dynamic is not False
         )
-        self._others = torch_compat.compile_function(others, backend, whole=whole, dynamic=True)
-        self._marked = False
+        self._run_others = torch_compat.compile_function(others, backend, whole=whole, dynamic=True)
+        self._are_dynamic = False  # other sizes were captured with symbols
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, captured anew where it must be."""
+        """Call the forward, which is captured where no capture serves these arguments."""
         try:
             if self._dynamic is False:
-                return self._own(*args, **kwargs)
+                return self._run_first(*args, **kwargs)
             plain = not kwargs and all(type(x) is torch.Tensor for x in args)
             leaves = args if plain else tree_leaves((args, kwargs))
             tensors = args if plain else [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -91,54 +92,55 @@ class Entry:
             if self._first is None:
                 self._first = sizes
             if sizes == self._first and not self._dynamic:
-                return self._own(*args, **kwargs)
-            return self._of_other_sizes(tensors, args, kwargs)
+                return self._run_first(*args, **kwargs)
+            return self._call_other_sizes(tensors, args, kwargs)
         except Exception as error:
-            if self._instead is None or not isinstance(error, self._failures()):
+            if self._on_failure is None or not isinstance(error, self._failures()):
                 raise
             failed = error
         try:
-            return self._instead(failed, args, kwargs)
+            return self._on_failure(failed, args, kwargs)
         finally:
-            del failed  # this frame is its own
+            del failed  # this frame would be in a cycle with it
 
-    def _of_other_sizes(
+    def _call_other_sizes(
         self, tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        # All sizes at once, not each as it is seen to change.
-        vary = contextlib.nullcontext() if self._marked else torch_compat.sizes_vary(tensors)
+        # All sizes become symbols at once, not each one when it changes.
+        vary = contextlib.nullcontext() if self._are_dynamic else torch_compat.sizes_vary(tensors)
         try:
             with vary:
-                results = self._others(*args, **kwargs)
+                results = self._run_others(*args, **kwargs)
         except torch_compat.capture_failures() as error:
-            whole = self._given[-1]  # else something may have run
             cause = torch_compat.failure_cause(error)
-            if self._dynamic or not whole or not isinstance(cause, SizesError):
+            # In pieces something may have run already.
+            if self._dynamic or not self._whole or not isinstance(cause, SizesError):
                 raise
-            self._only_numbers()
-            return self._own(*args, **kwargs)
-        self._marked = True
+            self._fix_sizes()
+            return self._run_first(*args, **kwargs)
+        self._are_dynamic = True
         return results
 
-    def _only_numbers(self) -> None:
-        """Capture each size by itself from now on: what is computed cannot follow symbols."""
-        forward, backend, whole = self._given
-        own = torch_compat.with_code_of_its_own(forward)
-        self._own = torch_compat.compile_function(own, backend, whole=whole, dynamic=False)
+    def _fix_sizes(self) -> None:
+        """Capture each size separately from now on: the operations do not allow symbols."""
+        own = torch_compat.with_code_of_its_own(self._forward)
+        self._run_first = torch_compat.compile_function(
+            own, self._backend, whole=self._whole, dynamic=False
+        )
         self._dynamic = False
 
 
 class SeparateCapture:
-    """A context in which modules are captured where their callers are not.
+    """A context in which modules are captured although their callers are not.
 
-    Calls of some are never part of their caller's graph. Those of torch's own containers, which
-    Dynamo passes by where it comes from code that it has left to Python, are then seen by it.
+    The given modules are never part of their caller's graph. Torch's containers, which Dynamo skips
+    when code calls them that it has left to Python, are captured.
 
-    Their forwards are others in it, and their own again once nobody is in it any more.
+    The context replaces the modules' forwards, and restores them when its last user leaves it.
 
     Args:
-        model: whose containers are seen.
-        modules: of it, those that are never part of their caller's graph.
+        model: the model whose containers are captured.
+        modules: the modules of the model that are never part of their caller's graph.
     """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module] = ()) -> None:
@@ -151,15 +153,15 @@ class SeparateCapture:
             module: torch_compat.captured_separately(module.forward) for module in modules
         }
         self._before: dict[nn.Module, object] = {}
-        self._inside = 0
+        self._users = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> None:
         if not self._forwards:
             return
         with self._lock:
-            self._inside += 1
-            if self._inside > 1:
+            self._users += 1
+            if self._users > 1:
                 return
             for module, forward in self._forwards.items():
                 if "forward" in vars(module):
@@ -170,8 +172,8 @@ class SeparateCapture:
         if not self._forwards:
             return
         with self._lock:
-            self._inside -= 1
-            if self._inside:
+            self._users -= 1
+            if self._users:
                 return
             for module in self._forwards:
                 del vars(module)["forward"]
@@ -180,35 +182,64 @@ class SeparateCapture:
             self._before.clear()
 
 
-def _is_ours(found: object) -> bool:
-    """Whether a backend of Dynamo's is a :class:`Backend`, or the one that is known by name."""
-    return isinstance(found, Backend) or getattr(found, "__module__", "") == _BY_NAME
+def trace_only(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    dynamic: bool | None,
+) -> Exception | None:
+    """Trace a call as one graph without running it; return the exception where that fails.
+
+    Args:
+        forward: the function to trace.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+        dynamic: see :class:`Entry`.
+    """
+
+    def stop(*_args: Any) -> Any:
+        raise DryRunFinished
+
+    entry = Entry(forward, lambda *_given: stop, dynamic=dynamic, whole=True)
+    try:
+        entry(*args, **kwargs)
+    except DryRunFinished:
+        return None
+    except Exception as error:
+        return error
+    return CaptureError("nothing of it is captured")
 
 
-_BY_NAME = "fxremat.module.backend"
+_NAMED_BACKEND = "fxremat.module.backend"
+
+
+def _is_fxremat(backend: object) -> bool:
+    """Return whether a backend of Dynamo is a :class:`Backend` or ``backend="fxremat"``."""
+    return isinstance(backend, Backend) or getattr(backend, "__module__", "") == _NAMED_BACKEND
 
 
 def _training_of(backend: object) -> Training | None:
     return backend.training() if isinstance(backend, Backend) else None
 
 
-def _captured_too_often(found: object, setting: str, limit: int) -> BaseException:
+def _recompile_limit_error(backend: object, setting: str, limit: int) -> BaseException:
     error = CaptureError(
         f"this model cannot be captured once more: {setting} is {limit}, counted over all that "
         "share its code, and torch would run it without a plan. Let what changes from call to "
         "call be one capture (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors for "
         "numbers), or raise the limit"
     )
-    training = _training_of(found)
-    return error if training is None else training.refused(error)
+    training = _training_of(backend)
+    return error if training is None else training.capture_error(error)
 
 
-def _runs_as_it_is(found: object, code: CodeType) -> bool:
-    training = _training_of(found)
-    return training is not None and training.runs_as_it_is(code)
+def _runs_unplanned(backend: object, code: CodeType) -> bool:
+    training = _training_of(backend)
+    return training is not None and training.runs_unplanned(code)
 
 
-def _in_mode() -> None:
+def _warn_of_dispatch_mode() -> None:
     line = user_line()
     warn(
         f"the step{f' at {line}' if line else ''} is called under a TorchDispatchMode, as "
@@ -216,9 +247,11 @@ def _in_mode() -> None:
     )
 
 
-_RULES = torch_compat.Rules(_is_ours, _captured_too_often, _runs_as_it_is, _in_mode)
+_RULES = torch_compat.Rules(
+    _is_fxremat, _recompile_limit_error, _runs_unplanned, _warn_of_dispatch_mode
+)
 
 
-def keep_compiled() -> None:
-    """Have Dynamo never leave code of ours to Python in silence, from the first time on."""
+def forbid_silent_fallback() -> None:
+    """Patch Dynamo so that it never runs code of this backend uncompiled without an error."""
     torch_compat.never_uncompiled(_RULES)

@@ -1,5 +1,5 @@
-"""fxremat in trainers of others: transformers, Lightning, Accelerate; and in torch.compile.
+"""Integrations with Transformers, Lightning and Accelerate, and with torch.compile.
 
-Each module of a trainer needs its library, ``pip install 'fxremat[transformers]'`` and so on; none
-is loaded before it is imported.
+Each module requires its library, as in ``pip install 'fxremat[transformers]'``, and loads it only
+when it is imported.
 """

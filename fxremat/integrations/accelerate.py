@@ -1,4 +1,4 @@
-"""Accelerate: ``prepare`` within a budget."""
+"""Accelerate: a ``prepare`` whose model trains within a budget."""
 
 from __future__ import annotations
 
@@ -36,33 +36,34 @@ def prepare(
     sample: object = None,
     **options: Any,
 ) -> Any:
-    """``accelerator.prepare(*objects)``, with the model among them trained within a budget.
+    """Call ``accelerator.prepare(*objects)`` with the model compiled for a budget.
 
-    What the accelerator was told is passed on: with ``gradient_accumulation_steps`` above 1
-    gradients that exist are counted (``accumulate``), and so is the state of the optimizer
-    among ``objects``.
+    Gradients that exist before a step are counted (``accumulate``) where the accelerator's
+    ``gradient_accumulation_steps`` are above 1. The state of the optimizer among ``objects`` is
+    counted as well.
 
     Args:
-        accelerator: yours.
-        *objects: one model, and all else that ``accelerator.prepare`` takes. They may have been
-            prepared before.
-        budget: as for :func:`fxremat.compile`, for one process.
-        sample: a call of the model; ``None``: the first training call.
-        **options: of :func:`fxremat.compile`.
+        accelerator: the accelerator.
+        *objects: one model, and all other arguments of ``accelerator.prepare``, prepared before or
+            not.
+        budget: the budget of one process, as for :func:`fxremat.compile`.
+        sample: a call of the model; ``None``: the first training call is planned.
+        **options: options of :func:`fxremat.compile`.
 
-    Returns the same as ``accelerator.prepare``: all objects in order, or the only one.
+    Returns:
+        What ``accelerator.prepare`` returns: all objects in order, or the only one.
 
     Raises:
-        ArgumentError: there is not one model; the accelerator compiles or shards it; an option
-            cannot be read.
-        FxrematError: as :func:`fxremat.compile`.
+        ArgumentError: ``objects`` do not contain exactly one model, the accelerator compiles or
+            shards it, or an option cannot be read.
+        FxrematError: see :func:`fxremat.compile`.
     """
     check_state(accelerator.state)
     models = [item for item in objects if isinstance(item, nn.Module)]
     if len(models) != 1:
         raise ArgumentError(
             f"prepare got {len(models)} models, a budget is for one: give the others to "
-            "accelerator.prepare, or compile each with a budget of its own",
+            "accelerator.prepare, or compile each with its own budget",
             argument="objects",
             value=objects,
         )
@@ -79,23 +80,23 @@ def prepare(
     given = tuple(model if item is models[0] else item for item in objects)
     if not prepared:
         return accelerator.prepare(*given)
-    # The accelerator has the model already, and would take ours for another one.
-    others = iter(_tuple(accelerator.prepare(*(x for x in given if x is not model))))
-    found = tuple(x if x is model else next(others) for x in given)
-    return found if len(found) > 1 else found[0]
+    # The accelerator has the model already, and would prepare the compiled one as another.
+    others = iter(_as_tuple(accelerator.prepare(*(x for x in given if x is not model))))
+    results = tuple(x if x is model else next(others) for x in given)
+    return results if len(results) > 1 else results[0]
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that an accelerator has wrapped; any other as it is."""
+    """Return the optimizer that an accelerator has wrapped; return any other unchanged."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 
 
 def check_state(state: AcceleratorState) -> None:
-    """Refuse what would compile the model once more, or take its parameters apart.
+    """Refuse an accelerator that compiles the model itself, or shards it.
 
     Raises:
-        ArgumentError: the state asks for it.
+        ArgumentError: the state asks for either.
     """
     backend = state.dynamo_plugin.backend
     if backend != DynamoBackend.NO:
@@ -108,11 +109,11 @@ def check_state(state: AcceleratorState) -> None:
     if state.distributed_type in _SHARDED:
         raise ArgumentError(
             f"{state.distributed_type.value} shards the model or has a step of its own: "
-            "fxremat plans a whole step of one process, alone or inside DistributedDataParallel",
+            "fxremat plans a whole step of one process, by itself or in DistributedDataParallel",
             argument="distributed_type",
             value=state.distributed_type.value,
         )
 
 
-def _tuple(found: Any) -> tuple[Any, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def _as_tuple(results: Any) -> tuple[Any, ...]:
+    return results if isinstance(results, tuple) else (results,)

@@ -1,8 +1,9 @@
-"""Models that train as planned without being replaced.
+"""Models that train as planned without being replaced by another module.
 
-A trainer hands its model to a callback after it has given it to wrappers and to its own loop: a
-new module would come too late. So the plan is put where ``nn.Module.compile`` puts its code: who
-calls the model, calls the plan. Class, attributes, hooks, checkpoints and copies are the model's.
+A trainer passes its model to a callback after it has wrapped it, so that a new module would come
+too late. The planned forward therefore takes the place where ``nn.Module.compile`` puts its code,
+and every call of the model runs it. Class, attributes, hooks, checkpoints and copies stay those of
+the model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fxremat.options.budget import Readable
 
 
 def check_options(budget: Readable | None, options: Mapping[str, Any]) -> None:
-    """Refuse what a callback cannot use, when it is made.
+    """Refuse options that a callback cannot use, when it is constructed.
 
     Raises:
         ArgumentError: a sample is given, or an option cannot be read.
@@ -38,20 +39,20 @@ def check_options(budget: Readable | None, options: Mapping[str, Any]) -> None:
 
 
 class InPlace:
-    """A model that trains within a budget from now on, until :meth:`end`.
+    """A model that trains within a budget until :meth:`end` is called.
 
-    One that ``fxremat.compile`` returned is left as it is.
+    A model that ``fxremat.compile`` returned is not changed.
 
     Args:
         model: the model.
-        budget: as for ``fxremat.compile``.
-        options: of ``fxremat.compile``.
+        budget: the budget, as for :func:`fxremat.compile`.
+        options: options of :func:`fxremat.compile`.
 
     Attributes:
         model: the model.
-        compiled: the same, as ``fxremat.compile`` returns it; planned at the first training call.
-        measured_peak_bytes: the most that was allocated in a step that was not planned meanwhile;
-            ``None`` where the device does not count it.
+        compiled: the model as ``fxremat.compile`` returns it, planned at the first training call.
+        measured_peak_bytes: the largest number of bytes allocated in a step in which nothing was
+            planned; ``None`` where the device does not count them.
 
     Raises:
         ArgumentError: the model was compiled by torch, or an option cannot be read.
@@ -65,7 +66,7 @@ class InPlace:
         self.measured_peak_bytes: int | None = None
         self._forward = model.forward
         self._plans_before: int | None = None
-        self._called = self._passed_by = False
+        self._called = self._bypassed = False
         if isinstance(model, CompiledModule):
             self.compiled = model
             return
@@ -73,7 +74,7 @@ class InPlace:
         theirs = before is not None and not isinstance(before, InPlace)
         if theirs or torch_compat.uncompiled(model) is not model:
             raise ArgumentError(
-                f"{type(model).__name__} was compiled by torch: give it as it was before",
+                f"{type(model).__name__} was compiled by torch: give the model that was compiled",
                 argument="model",
                 value=model,
             )
@@ -81,40 +82,40 @@ class InPlace:
         self.begin()
 
     def begin(self) -> None:
-        """Have the model run as planned: from the start, and again after :meth:`end`."""
+        """Run calls of the model as planned, from construction on and again after :meth:`end`."""
         if self.compiled is not self.model:
             self._forward = self.model.forward
             torch_compat.call_instead(self.model, self)
 
     def end(self) -> None:
-        """From now on the model runs as it is."""
+        """Run the model's own forward from now on."""
         if torch_compat.called_instead(self.model) is self:
             torch_compat.call_instead(self.model, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What runs in the place of a call of the model."""
-        if self.model.forward != self._forward:  # others use the call for something else
-            self._passed_by = True
+        """Run a call of the model as planned."""
+        if self.model.forward != self._forward:  # another forward was assigned
+            self._bypassed = True
             return torch_compat.own_call(self.model)(*args, **kwargs)
         self._called = True
         try:
             return torch_compat.own_call(self.compiled)(*args, **kwargs)
         except FxrematError:
-            if not self.compiled.plans:  # nothing is left half compiled
+            if not self.compiled.plans:  # the first plan failed: the model stays usable
                 self.end()
             raise
 
     def __reduce__(self) -> Any:
-        """Copies of the model are not planned, as with ``nn.Module.compile``."""
+        """Pickle as ``None``: like ``nn.Module.compile``, copies of the model are not planned."""
         return type(None), ()
 
     def facts(self) -> dict[str, int]:
-        """Of the plan that is followed, for a log; nothing where there is none yet."""
+        """Return figures of the present plan in bytes, for a log; none before the first plan."""
         if not self.compiled.plans:
             return {}
         try:
             plan = self.compiled.plan
-        except PlanError:  # of several graphs, which first steps run each by itself
+        except PlanError:  # of several graphs, which are planned separately in the first steps
             return {}
         facts = {
             "budget_bytes": plan.budget_bytes,
@@ -125,15 +126,15 @@ class InPlace:
         return facts
 
     def begin_step(self) -> None:
-        """Before a forward. On CUDA the allocator's peak is counted anew."""
+        """Begin to measure a step, before its forward; on CUDA, reset the allocator's peak."""
         device = device_of(self.model)
         self._plans_before = len(self.compiled.plans)
-        self._called = self._passed_by = False
+        self._called = self._bypassed = False
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
     def end_step(self) -> None:
-        """After the backward; planning is no part of a step."""
+        """Measure the step after its backward, unless it was planned meanwhile."""
         device, before = device_of(self.model), self._plans_before
         self._plans_before = None
         if device.type == "cuda" and before and before == len(self.compiled.plans):
@@ -141,10 +142,10 @@ class InPlace:
             self.measured_peak_bytes = max(peak_bytes, self.measured_peak_bytes or 0)
 
     def check_planned(self, remedy: str) -> None:
-        """After a step: the plan was not passed by.
+        """Check after a step that it ran as planned.
 
         Args:
-            remedy: for who never calls the model.
+            remedy: the advice to a user whose step never calls the model.
 
         Raises:
             ArgumentError: nothing was planned so far, or this step ran another forward.
@@ -152,7 +153,7 @@ class InPlace:
         name = type(self.model).__name__
         if not self.compiled.plans:
             why = f"a step was trained without a call of {name} in training mode"
-        elif self._passed_by and not self._called:
+        elif self._bypassed and not self._called:
             why = f"the forward of {name} was replaced while it trains"
             remedy = "replace it before training begins"
         else:

@@ -1,4 +1,4 @@
-"""Lightning: a callback with which a ``Trainer`` fits a model within a budget."""
+"""Lightning: a callback that makes a ``Trainer`` fit a model within a budget."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ except ImportError as error:
 
 
 class FxrematCallback(Callback):  # type: ignore[misc]
-    """``Trainer(callbacks=[FxrematCallback("20 GiB")])``.
+    """A callback that plans a module: ``Trainer(callbacks=[FxrematCallback("20 GiB")])``.
 
-    While a ``fit`` lasts, calls of the module run as planned; the plan is made at the first
-    training call, of the batch as it is. The state of the trainer's optimizer is counted, if there
-    is one of them, and with ``accumulate_grad_batches`` gradients that exist.
+    During a ``fit``, calls of the module run as planned; the plan is made at the first training
+    call, for its batch. The state of the trainer's optimizer is counted if it has exactly one, and
+    with ``accumulate_grad_batches`` so are gradients that exist before a step.
 
-    The trainer's loggers get ``fxremat/budget_bytes``, ``fxremat/predicted_peak_bytes`` and, on
-    CUDA, ``fxremat/measured_peak_bytes`` whenever one of them changes: the most allocated in any
-    forward and backward so far, for which torch's own counter of the peak is set back at each
-    batch.
+    The trainer's loggers receive ``fxremat/budget_bytes``, ``fxremat/predicted_peak_bytes`` and, on
+    CUDA, ``fxremat/measured_peak_bytes`` whenever one of them changes. The latter is the largest
+    number of bytes allocated in any forward and backward so far; torch's counter of the peak is
+    reset at each batch.
 
     Args:
-        budget: as for :func:`fxremat.compile`, for one process.
+        budget: the budget of one process, as for :func:`fxremat.compile`.
         module: the dotted name of the submodule to plan, such as ``"net"``, where
             ``training_step`` calls that; ``None``: the ``LightningModule``, whose ``training_step``
             then calls ``self(…)``.
-        **options: of :func:`fxremat.compile`.
+        **options: options of :func:`fxremat.compile`.
 
     Raises:
         BudgetError, ArgumentError: the budget or an option cannot be read.
@@ -48,15 +48,15 @@ class FxrematCallback(Callback):  # type: ignore[misc]
         check_options(budget, options)
         self._budget, self._module, self._options = budget, module, options
         self._fitting: InPlace | None = None
-        self._told: dict[str, int] = {}
+        self._logged: dict[str, int] = {}
 
     @property
     def model(self) -> CompiledModule | None:
-        """What is planned as ``fxremat.compile`` returns it; before a fit ``None``."""
+        """The module as ``fxremat.compile`` returns it; ``None`` before a fit."""
         return None if self._fitting is None else self._fitting.compiled
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what does not go with a plan.
+        """Refuse a strategy that cannot follow a plan.
 
         Raises:
             ArgumentError: the strategy shards the module.
@@ -73,46 +73,46 @@ class FxrematCallback(Callback):  # type: ignore[misc]
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have the module run as planned, now that it is complete and there are optimizers."""
+        """Run the module as planned from now on: it is complete, and the optimizers exist."""
         options: dict[str, Any] = {"accumulate": trainer.accumulate_grad_batches > 1}
         if len(trainer.optimizers) == 1:
             options["optimizer"] = trainer.optimizers[0]
-        self._told = {}
+        self._logged = {}
         self._fitting = InPlace(self._find(pl_module), self._budget, {**options, **self._options})
 
     def on_train_batch_start(self, *_given: Any) -> None:
-        """Begin to measure."""
+        """Begin to measure the step."""
         if self._fitting is not None:
             self._fitting.begin_step()
 
     def on_after_backward(self, *_given: Any) -> None:
-        """The step was measured."""
+        """Measure the step."""
         if self._fitting is not None:
             self._fitting.end_step()
 
     def on_train_batch_end(self, trainer: Trainer, *_given: Any) -> None:
-        """Tell the loggers what is new; the step must have been planned."""
+        """Log the figures that have changed, after checking that the step ran as planned."""
         if self._fitting is None:
             return
         self._fitting.check_planned(
             "give module= the name of what training_step calls, or put it into training mode"
         )
         facts = self._fitting.facts()
-        if facts != self._told:
-            self._told = facts
+        if facts != self._logged:
+            self._logged = facts
             for logger in trainer.loggers:
                 separator = logger.group_separator
                 metrics = {f"fxremat{separator}{name}": value for name, value in facts.items()}
                 logger.log_metrics(metrics, step=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The module is what it was."""
+        """Run the module's own forward again."""
         self._end()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """The same."""
+        """Run the module's own forward again."""
         self._end()
 
     def _end(self) -> None:

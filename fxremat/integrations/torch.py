@@ -1,4 +1,4 @@
-"""torch.compile's own partitioner, with measured seconds and an exact choice."""
+"""The partitioner of torch.compile, with measured costs and an exact choice."""
 
 from __future__ import annotations
 
@@ -17,37 +17,39 @@ from fxremat.errors import FxrematError, refuse
 from fxremat.torch_compat import Partition
 
 UNITS = 1 << 40
-"""Sizes are whole numbers of so many parts of what a budget of 1 saves: rounded up, limits down."""
+"""Sizes are integers in units of this part of what a budget of 1 saves: they are rounded up, and
+limits are rounded down."""
 
 
 @contextlib.contextmanager
 def activation_memory_budget(share: float) -> Iterator[None]:
-    """A context in which ``torch.compile`` saves a share of its activations, chosen by fxremat.
+    """Return a context in which ``torch.compile`` saves a share of its activations.
 
-    It takes the place of torch's own setting ``activation_memory_budget``, for all that is
-    compiled in the context: mostly in the first call of a model, so that has to be inside, too.
-    Operations of the forward are measured, and of those results that torch may save or compute
-    again, those are saved with which the rest takes the least time to compute, together with
-    all that has to be computed for it. Results that are drawn at random are always saved.
+    It replaces torch's setting ``activation_memory_budget`` for everything that is compiled in the
+    context, usually in the first call of a model, which has to be inside as well. The operations of
+    the forward are measured. Of the results that torch may save or recompute, those are saved
+    with which the recomputation of all others takes the least time. Random results are always
+    saved.
 
-    The share is one of bytes saved between forward and backward. No peak follows from it: a
+    The share is one of the bytes saved between forward and backward. It does not bound the peak: a
     smaller share may take more memory. For a peak in bytes, see :func:`fxremat.compile`.
 
     Args:
-        share: in (0, 1], of the bytes that ``torch.compile`` saves beside the inputs by default.
+        share: a share in (0, 1] of the bytes that ``torch.compile`` saves by default, without the
+            inputs.
 
     Raises:
-        ArgumentError: ``share`` is none.
-        CostError: when a model is compiled, an operation that cannot be run alone.
-        FxrematError: this version of torch lets nobody else choose.
+        ArgumentError: ``share`` is not a number in (0, 1].
+        CostError: an operation of a compiled model cannot be run by itself.
+        FxrematError: this version of torch does not allow another partitioner.
     """
     given: object = share
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 1:
-        refuse("share", share, "a number in (0, 1]: 0 would draw dropout's masks anew")
+        refuse("share", share, "a number in (0, 1]: 0 would draw dropout's masks again")
     if not torch_compat.has_partitioner_hooks():
         raise FxrematError(
-            f"torch {torch.__version__} lets nobody else choose what its partitioner saves: use "
-            "torch 2.13, or fxremat.compile with a budget in bytes"
+            f"torch {torch.__version__} does not allow others to choose what its partitioner "
+            "saves: use torch 2.13, or fxremat.compile with a budget in bytes"
         )
     cache = CostCache()
 
@@ -62,7 +64,7 @@ def activation_memory_budget(share: float) -> Iterator[None]:
 
 
 def _saved(partition: Partition, cache: CostCache) -> set[fx.Node]:
-    """The candidates with which all that the backward reads is rebuilt soonest, and all draws."""
+    """Return the random results, and the candidates that make recomputing the rest fastest."""
     sizes = dict(zip(partition.candidates, partition.sizes, strict=True))
     drawn = {node for node in sizes if torch_compat.draws_random_numbers(node)}
     units = {node: math.ceil(size * UNITS) for node, size in sizes.items()}
@@ -73,9 +75,9 @@ def _saved(partition: Partition, cache: CostCache) -> set[fx.Node]:
     def mask(nodes: list[fx.Node]) -> int:
         return sum(1 << bits[node] for node in nodes if node in bits)
 
-    found = fastest_within(
+    chosen = fastest_within(
         Numbers(
-            tuple(units.get(node, limit + 1) for node in own),  # no others may be saved
+            tuple(units.get(node, limit + 1) for node in own),  # the others may not be saved
             tuple(
                 Operation(1 << bits[node], mask(node.all_input_nodes), alone_s(node, cache))
                 for node in own
@@ -84,4 +86,4 @@ def _saved(partition: Partition, cache: CostCache) -> set[fx.Node]:
         ),
         limit,
     )
-    return drawn.union(node for node, i in bits.items() if found >> i & 1)
+    return drawn.union(node for node, i in bits.items() if chosen >> i & 1)

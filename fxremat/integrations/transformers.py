@@ -1,4 +1,4 @@
-"""Transformers: a callback with which a ``Trainer`` trains within a budget."""
+"""Transformers: a callback that makes a ``Trainer`` train within a budget."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from fxremat.integrations.accelerate import check_state, unwrapped
 
 
 class FxrematCallback(TrainerCallback):  # type: ignore[misc]
-    """``Trainer(model, …, callbacks=[FxrematCallback("20 GiB")])``.
+    """A callback that plans a model: ``Trainer(model, …, callbacks=[FxrematCallback("20 GiB")])``.
 
-    From the beginning of a training to its end, calls of the model run as planned; the plan is
-    made at the first one, of the batch as the trainer collates it. The state of the trainer's
-    optimizer is counted, and with ``gradient_accumulation_steps`` gradients that exist.
+    From the begin of a training to its end, calls of the model run as planned; the plan is made at
+    the first call, for the batch as the trainer collates it. The state of the trainer's optimizer
+    is counted, and with ``gradient_accumulation_steps`` so are gradients that exist before a step.
 
-    Entries of the log that tell a loss also tell ``budget_bytes``, ``predicted_peak_bytes`` and,
-    on CUDA, ``measured_peak_bytes``: the most allocated in any forward and backward so far, for
-    which torch's own counter of the peak is set back at each step. Reporters that the trainer adds
-    for ``report_to`` come before callbacks, and do not see them.
+    Log entries with a loss also have ``budget_bytes``, ``predicted_peak_bytes`` and, on CUDA,
+    ``measured_peak_bytes``: the largest number of bytes allocated in any forward and backward so
+    far, for which torch's counter of the peak is reset at each step. Reporters that the trainer
+    adds for ``report_to`` run before callbacks, and do not receive them.
 
     Args:
-        budget: as for :func:`fxremat.compile`, for one process.
-        **options: of :func:`fxremat.compile`. With large vocabularies
-            ``loss="own"`` saves the gradient of the logits; not where the
-            trainer makes a loss of them itself, as for label smoothing.
+        budget: the budget of one process, as for :func:`fxremat.compile`.
+        **options: options of :func:`fxremat.compile`. With a large vocabulary ``loss="own"`` saves
+            the gradient of the logits, unless the trainer computes a loss of them itself, as for
+            label smoothing.
 
     Raises:
         BudgetError, ArgumentError: the budget or an option cannot be read.
@@ -55,30 +55,30 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FxrematCallback:
-        """A callback of what a section of a configuration file says.
+        """Return a callback from a section of a configuration file.
 
         Args:
-            values: by the names of the attributes of :class:`fxremat.Options`; ``budget`` must be
-                among them.
+            values: values by the names of the attributes of :class:`fxremat.Options`; ``budget``
+                is required.
 
         Raises:
-            BudgetError, ArgumentError: a name is none of them, or a value cannot be read.
+            BudgetError, ArgumentError: a name is no such attribute, or a value cannot be read.
         """
         return cls(**Options.from_dict(values).arguments())
 
     @property
     def model(self) -> CompiledModule | None:
-        """The model as ``fxremat.compile`` returns it, with its plans; before training ``None``."""
+        """The model as ``fxremat.compile`` returns it, with its plans; ``None`` before training."""
         return None if self._training is None else self._training.compiled
 
     def on_init_end(self, args: Any, _state: Any, _control: Any, **_others: Any) -> None:
-        """Refuse arguments that do not go with a plan, before anything is loaded or run."""
+        """Refuse training arguments that conflict with a plan, before anything is loaded."""
         _check(args)
 
     def on_train_begin(
         self, args: Any, _state: Any, _control: Any, *, model: nn.Module, **others: Any
     ) -> None:
-        """Have the model run as planned."""
+        """Run the model as planned from now on."""
         _check(args)
         if getattr(model, f"is_{_checkpointing(args)}", False):
             _refuse(_checkpointing(args), True, f"model.{_checkpointing(args)}_disable()")
@@ -98,12 +98,12 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
         self._training, self._optimizer = InPlace(model, self._budget, options), optimizer
 
     def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_others: Any) -> None:
-        """Begin to measure."""
+        """Begin to measure the step."""
         if self._training is not None:
             self._training.begin_step()
 
     def on_pre_optimizer_step(self, _args: Any, _state: Any, _control: Any, **_others: Any) -> None:
-        """The step was measured; it must have been planned."""
+        """Measure the step, and check that it ran as planned."""
         if self._training is not None:
             self._training.end_step()
             self._training.check_planned("let compute_loss call the model itself")
@@ -111,23 +111,23 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
     def on_log(
         self, _args: Any, state: Any, _control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Tell the plan beside the loss."""
+        """Add the figures of the plan to a log entry with a loss."""
         if self._training is not None and logs is not None and "loss" in logs:
             facts = self._training.facts()
             logs.update(facts)
             state.log_history[-1].update(facts)
 
     def on_train_end(self, _args: Any, _state: Any, _control: Any, **_others: Any) -> None:
-        """The model is what it was."""
+        """Run the model's own forward again."""
         if self._training is not None:
             self._training.end()
 
 
 def _check(args: Any) -> None:
-    """Refuse what recomputes as well, compiles as well, or takes the model apart.
+    """Refuse training arguments that also recompute or compile, or that replicate the model.
 
     Raises:
-        ArgumentError: naming the training argument.
+        ArgumentError: there is such an argument, which the error names.
     """
     if args.torch_compile:
         _refuse("torch_compile", True, "torch_compile=False")
@@ -140,7 +140,7 @@ def _check(args: Any) -> None:
 
 
 def _checkpointing(args: Any) -> str:
-    """What gradient checkpointing is called."""
+    """Return the name of the argument for gradient checkpointing."""
     new, old = "activation_checkpointing", "gradient_checkpointing"
     return new if hasattr(args, new) else old
 

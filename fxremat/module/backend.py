@@ -13,7 +13,7 @@ from torch import fx, nn
 from fxremat import torch_compat
 from fxremat.capture.sample import Sample
 from fxremat.compiler.compiler import compile_graph
-from fxremat.compiler.entry import keep_compiled
+from fxremat.compiler.entry import forbid_silent_fallback
 from fxremat.errors import ArgumentError, FxrematError, PlanError
 from fxremat.module.compiled import CompiledModule
 from fxremat.module.step_plan import latest_plan
@@ -53,35 +53,37 @@ def backend(
         ArgumentError: an option that does not exist, or cannot be read.
     """
     try:
-        known = _compilers.get(id(options))
-        if known is None:
+        training = _trainings.get(id(options))
+        if training is None:
             given = {"executor": _usual_executor(module, example_inputs), **(options or {})}
-            known = _compiler(module, Arguments.read_options(given))
-            known.asked_by = options  # whose identity is nobody else's then
-            _compilers[id(options)] = known
-        return compile_graph(known, module, example_inputs)
+            training = _training_of(module, Arguments.read_options(given))
+            training.owner = options  # keeps the identity unique
+            _trainings[id(options)] = training
+        return compile_graph(training, module, example_inputs)
     except FxrematError as error:
         raise torch_compat.not_wrapped(error) from error.__cause__
 
 
-keep_compiled()  # torch loads this when it is asked for the backend, and calls it much later
+# torch imports this module when torch.compile names the backend, long before the first graph.
+forbid_silent_fallback()
 
-_compilers: weakref.WeakValueDictionary[int, Training] = weakref.WeakValueDictionary()
-"""Compilers of the backend, by the identity of their options, as long as a graph is there."""
+_trainings: weakref.WeakValueDictionary[int, Training] = weakref.WeakValueDictionary()
+"""The trainings of the backend by the ``id`` of their options, as long as a graph exists."""
 
 
 def plan_of(compiled: object) -> Plan | StepPlan:
-    """The plan that the latest step of a compiled model, or function, has followed.
+    """Return the plan that the latest step of a compiled model or function followed.
 
     Args:
         compiled: what ``torch.compile(…, backend="fxremat", options=…)`` returned, a module whose
             ``compile(backend="fxremat", options=…)`` was called, or what :func:`fxremat.compile`
-            returned. All that was compiled with one ``options`` has one plan.
+            returned. Everything that was compiled with one ``options`` shares one plan.
 
-    Returns a ``StepPlan`` where the step runs several graphs.
+    Returns:
+        The plan, which is a ``StepPlan`` where the step runs several graphs.
 
     Raises:
-        ArgumentError: it was not compiled with this backend.
+        ArgumentError: ``compiled`` was not compiled with this backend.
         PlanError: no step of it was planned so far.
     """
     if isinstance(compiled, CompiledModule):
@@ -94,18 +96,18 @@ def plan_of(compiled: object) -> Plan | StepPlan:
             argument="compiled",
             value=compiled,
         )
-    compiler = _compilers.get(id(options))
-    if compiler is None:
+    training = _trainings.get(id(options))
+    if training is None:
         raise PlanError("no step is planned yet: the first training call is")
     named = compiled.named_parameters() if isinstance(compiled, nn.Module) else ()
-    return latest_plan(compiler, lambda: {id(own): name for name, own in named})
+    return latest_plan(training, lambda: {id(own): name for name, own in named})
 
 
 def _usual_executor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Executor:
-    """Return whose kernels run where ``executor`` is not given.
+    """Return the executor where ``executor`` is not given.
 
-    Who calls ``torch.compile`` on a GPU expects the speed and the rounding of its kernels. Where
-    Triton does not work there are none.
+    A user of ``torch.compile`` on a GPU expects the speed and the rounding of Inductor's kernels.
+    Where Triton does not work there are none.
     """
     given = (x for x in example_inputs if isinstance(x, torch.Tensor))
     devices = {tensor.device for tensor in (*given, *module.parameters(), *module.buffers())}
@@ -114,12 +116,12 @@ def _usual_executor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Ex
     return "inductor" if fused else "eager"
 
 
-def _compiler(module: fx.GraphModule, asked: Arguments) -> Training:
-    """What plans the steps of a model, of which ``module`` is the first graph."""
+def _training_of(module: fx.GraphModule, asked: Arguments) -> Training:
+    """Return the training of a model whose first graph is ``module``."""
     classes = [own for own in asked.optimizers if isinstance(own, type)]
     if classes:
         raise ArgumentError(
-            "optimizer is a class, and torch.compile tells its backend of no parameters: make the "
+            "optimizer is a class, and torch.compile passes no parameters to its backend: make the "
             "optimizer first and give that",
             argument="optimizer",
             value=classes[0],
@@ -129,10 +131,10 @@ def _compiler(module: fx.GraphModule, asked: Arguments) -> Training:
 
 
 def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None:
-    """What a loss outside the model needs, where that is told and ``module`` is all of the model.
+    """Return what ``loss=`` needs; ``None`` without one, or where the model has further graphs.
 
     Raises:
-        ArgumentError: it cannot be computed from the tensors that the model returns.
+        ArgumentError: the loss cannot be computed from the tensors that the model returns.
     """
     if asked.loss is None or torch_compat.break_of(module) is not None:
         return None
@@ -144,7 +146,7 @@ def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None
             raise
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ArgumentError(
-            f"loss= fails ({error}): torch.compile tells its backend of no structure, so it is "
+            f"loss= fails ({error}): torch.compile passes no structure to its backend, so it is "
             f"given the tensors that the model returns, here {shapes}. Let it take those, or use "
             "fxremat.compile, whose loss= takes what the model returns",
             argument="loss",
@@ -153,7 +155,7 @@ def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None
 
 
 def _target_bytes(module: fx.GraphModule, asked: Arguments) -> tuple[int, ...]:
-    """What a loss compares the tensors with that the model returns, where they are."""
+    """Return the bytes of the tensors that a loss compares outputs with, on their devices."""
     devices = {t.device for t in torch_compat.results_of_captured(module)} if asked.loss else ()
     each = (target_bytes(asked.loss, nn.Module(), Sample(), device) for device in devices)
     return tuple(itertools.chain.from_iterable(each))

@@ -7,7 +7,6 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,43 +14,33 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
-from fxremat.capture.errors import let_go, refused, shortened
-from fxremat.capture.isolation import (
-    attributes_replaced,
-    generators_restored,
-    hooks_of,
-    in_training,
-)
-from fxremat.capture.sample import Sample, call_without_data, own_error, places_of
+from fxremat.capture.errors import capture_refusal, release_frames
+from fxremat.capture.isolation import attributes_replaced, hook_dicts
+from fxremat.capture.sample import Sample, model_error, places_of
 from fxremat.capture.unused_outputs import Unused, forward_of, refuse_gradients
-from fxremat.compiler.entry import Backend, Entry, SeparateCapture
+from fxremat.compiler.entry import Backend, Entry, SeparateCapture, trace_only
 from fxremat.costs.measure import device_of
 from fxremat.errors import CaptureError, CostError, FxrematError
-from fxremat.options.agreed import agreed_arguments
-from fxremat.options.arguments import Arguments
-from fxremat.options.loss import target_bytes
-from fxremat.options.measured_needs import LossNeeds, needs_of_loss
 from fxremat.planner.context_bytes import model_bytes
-from fxremat.progress import CAPTURE, shown, silent
-from fxremat.ranks.peers import Peers
 from fxremat.runtime import cuda_graph
-from fxremat.training.training import PlannedOnly, RefusedError, Training
+from fxremat.training.training import CaptureAborted, DryRunFinished, Training
 
 
 class Runner:
-    """The training forward of one model.
+    """The training forward of one model, as Dynamo captures it.
 
-    It is captured as one graph where it can be, and nothing of it runs for that. Where it cannot,
-    it is captured in pieces from its next call on, while that runs: what Dynamo leaves to Python
-    between them may write, draw or print, and is run once.
+    The model is captured as one graph where that is possible, and nothing of it runs during the
+    capture. Where it is not, the model is captured in pieces from its next call on, while that call
+    runs: the code between the graphs, which Dynamo leaves to Python, may write, draw or print, and
+    runs once.
 
     Args:
-        original: the model; a ``DistributedDataParallel`` runs around what is captured.
-        training: plans its steps.
-        unused: outputs that get no gradient; ``needs`` has what else their loss takes.
+        original: the model; the forward of a ``DistributedDataParallel`` runs outside the capture.
+        training: the training of the model, which plans its steps.
+        unused: the outputs that get no gradient.
         dynamic: see :class:`Entry`.
-        whole: it must be one graph.
-        regions: modules that are captured each by itself; not whole, then.
+        whole: whether the model must be captured as one graph.
+        regions: the modules that are captured separately; ``whole`` must be false with any.
     """
 
     def __init__(
@@ -66,9 +55,8 @@ class Runner:
     ) -> None:
         self.original = original
         self.training = training
-        self.needs: LossNeeds | None = None
         self._inner = inner = torch_compat.wrapped_by(original)
-        training.model = type(inner).__name__
+        training.model_name = type(inner).__name__
         self._forward = forward_of(inner, unused)
         self._dynamic = dynamic
         self._must_be_whole = whole
@@ -77,220 +65,135 @@ class Runner:
             Backend(training),
             dynamic=dynamic,
             whole=True,
-            failures=self._failures,
-            instead=self._not_whole,
+            failures=self._capture_failures,
+            on_failure=self._switch_to_pieces,
         )
         self._pieces: Entry | None = None
-        self._hooks: list[dict[int, Any]] | None = None  # where it could not be captured whole
-        self._tried: list[int] | None = None  # again, when there were so many hooks
+        self._hooks: list[dict[int, Any]] | None = None  # set once a whole capture has failed
+        self._retried_with: list[int] | None = None  # the numbers of hooks at the latest retry
         self._run: Callable[..., Any] = self._whole
         if unused is not None or inner is not original:
-            self._run = self._captured if unused is None else self._planned
+            self._run = self._call_captured if unused is None else self._call_detaching
         if inner is not original:
             self._run = torch_compat.wrapped_anew(original, _with_forward(inner, self._run))
         self._regions = tuple(regions)
+        self._device = device_of(original)
         if regions:
             training.regions.warnings.breaks = None  # they are asked for
-            self._capture_separately()
-        self._device = device_of(original)
-        # Dynamo keeps compiled code for longer than this lives.
+            self.capture_in_pieces()
+        # Dynamo keeps compiled code longer than this object lives.
         weakref.finalize(self, training.close).atexit = False
         training.loop.model, training.loop.device = weakref.ref(original), self._device
         unwatch = training.loop.optimizers.watch(original, self._device)
         weakref.finalize(self, unwatch).atexit = False
 
-    @staticmethod
-    def of(
-        model: nn.Module,
-        call: Sample,
-        asked: Arguments,
-        *,
-        hooked: bool,
-        needs: LossNeeds | None = None,
-        detaches: bool = True,
-    ) -> Runner:
-        """Plan the step of one call, as asked; the model is not changed.
-
-        Args:
-            model: the model.
-            call: arguments.
-            asked: of :func:`fxremat.compile`.
-            hooked: hooks of the model are still to run on the arguments.
-            needs: what a loss was seen to take that is no longer told of.
-            detaches: outputs that a loss does not use get no gradient. Where steps before gave
-                them zeros, later ones must too: an optimizer passes a parameter by that has none.
-
-        Raises:
-            BudgetError, PlanError, ArgumentError, SampleError, CaptureError, CostError,
-            HostMemoryError: see :func:`fxremat.compile`.
-        """
-        peers = Peers.of(model, asked.ranks)
-        with shortened():
-            if peers is None:
-                return Runner._of(model, call, asked, None, hooked, needs, detaches)
-            with peers.telling():
-                asked = agreed_arguments(peers, asked)
-                return Runner._of(model, call, asked, peers, hooked, needs, detaches)
-
-    @staticmethod
-    def _of(
-        model: nn.Module,
-        call: Sample,
-        asked: Arguments,
-        peers: Peers | None,
-        hooked: bool,
-        needs: LossNeeds | None,
-        detaches: bool,
-    ) -> Runner:
-        """As :meth:`of`, with what all processes have agreed to be asked for."""
-        regions = asked.modules(torch_compat.wrapped_by(model))
-        if torch_compat.is_sharded(model):
-            return _of_sharded(model, asked, regions, peers)
-        with (
-            generators_restored(model, (call.args, call.kwargs)),
-            in_training(model),
-            torch.enable_grad(),
-            shown(here=peers is None or peers.leads) as progress,
-        ):
-            progress(CAPTURE)
-            needs = _needs_of_loss(torch_compat.wrapped_by(model), call, asked, needs)
-            if needs is not None and not detaches:
-                needs = replace(needs, unused=None)
-            training = Training.of(
-                asked,
-                model,
-                progress,
-                peers=peers,
-                needs=needs,
-                target_bytes=target_bytes(asked.loss, model, call, device_of(model)),
-            )
-            unused = needs.unused if needs else None
-            if unused is not None:
-                unused = replace(unused, dropped=asked.drop_unused)
-            runner = Runner(
-                model,
-                training,
-                unused,
-                dynamic=asked.dynamic,
-                whole=asked.fullgraph,
-                regions=regions,
-            )
-            runner.needs = needs
-            try:
-                runner._plan_only(call, hooked=hooked)
-            except BaseException:
-                runner.release()  # it is in circles, and would hold the model
-                raise
-            training.progress = silent
-            training.kept = None  # it is of this shape
-        return runner
-
     def release(self) -> None:
-        """Let go of the model: nobody calls it any more."""
+        """Drop all references to the model, which no caller runs any more."""
         self.__dict__.clear()
 
     @property
-    def may_be_whole(self) -> bool:
-        """Whether a model in pieces is to be tried again as one graph, as no step is going on: what
-        it does at its first call alone breaks no later one, nor does a hook that is removed.
+    def may_retry_whole(self) -> bool:
+        """Whether to try again to capture a model in pieces as one graph.
 
-        Processes that train together would have to find out at the same call: they do not try.
+        What the model does in its first call only breaks no later capture, and neither does a hook
+        that was removed. A retry requires that the model was trained, that no step is in flight,
+        and that the number of hooks has changed since the latest retry. Processes that train
+        together never retry: all of them would have to succeed at the same call.
         """
-        if self._hooks is None or self._tried == list(map(len, self._hooks)):
+        if self._hooks is None or not self.training.regions.called:
             return False
         loop = self.training.loop
+        if self._retried_with == list(map(len, self._hooks)):
+            return False
         return loop.peers is None and not any(loop.in_flight)
 
-    def _planned(self, *args: Any, **kwargs: Any) -> Any:
-        """What is captured, with outputs that have a gradient in the model's own."""
-        outputs, detached = self._captured(*args, **kwargs)
-        return refuse_gradients(outputs, detached) if detached else outputs
+    def traces_whole(self, call: Sample) -> bool:
+        """Return whether a model in pieces traces as one graph; see :attr:`may_retry_whole`."""
+        self._retried_with = list(map(len, self._hooks or ()))
+        error = trace_only(self._forward, call.args, call.kwargs, dynamic=self._dynamic)
+        # A failed trace is in a reference cycle, together with the batch.
+        self.training.regions.captured |= error is not None
+        return error is None
 
-    def _captured(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is captured: as one graph, or in pieces once that could not be."""
-        run = self._whole if self._pieces is None else self._in_pieces
-        return run(*args, **kwargs)
-
-    def _not_whole(self, failed: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model in pieces, as it could not be captured as one graph: nothing has run."""
-        training = self.training
-        try:
-            why = self._why_not_whole(failed, Sample(args, kwargs))
-        finally:
-            del failed  # this frame is its own
-        training.refuse_parts(str(why))
-        self._hooks = hooks_of(self._inner)
-        self._capture_separately()
-        if not training.dry:
-            training.regions.begin_call(
-                training.loop, self._device, lambda: self._there_bytes(args, kwargs)
-            )
-        training.regions.captured = True  # what failed is in circles, with the batch
-        return self._in_pieces(*args, **kwargs)
-
-    def _in_pieces(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training.dry:
-            raise PlannedOnly
-        if self.training.no_symbols and self._dynamic is None:
-            self._dynamic = False
-            self._capture_separately()
-        assert self._pieces is not None
-        try:
-            with self._separate:
-                return self._pieces(*args, **kwargs)
-        except RefusedError as refusal:
-            raise refusal.error from None
-
-    def _failures(self) -> tuple[type[Exception], ...]:
-        """What may come up when it cannot be captured whole: where nothing runs, anything."""
-        return (Exception,) if self.training.dry else torch_compat.capture_failures()
-
-    def _why_not_whole(self, error: BaseException, call: Sample) -> CaptureError:
-        """Why a call cannot be captured as one graph, where that is no reason to fail.
-
-        Raises what is, and what the model itself raises at the call.
-        """
-        cause = torch_compat.failure_cause(error)
-        cuda_graph.refuse_planning()
-        planning = cause is not error or isinstance(cause, FxrematError)
-        if planning and not isinstance(
-            cause, (CaptureError, *torch_compat.data_dependent_errors())
-        ):
-            raise error
-        if torch_compat.may_be_the_models(cause):
-            own = own_error(self._inner, call)
-            if own is not None:
-                raise own
-        if self._must_be_whole and isinstance(error, torch_compat.capture_failures()):
-            raise error
-        why = cause if isinstance(cause, CaptureError) else refused(self._inner, cause)
-        if self._must_be_whole:
-            raise why from error
-        return why
-
-    def detaches_more_than(self, before: Runner | None) -> bool:
-        """Whether a tensor gets no gradient, as its output is detached, that had one in steps by
-        ``before``: zeros, which an optimizer does not pass by.
-        """
-        if before is None or self.needs is None or self.needs.unused is None:
-            return False
-        return not before.training.regions.trained.keys() <= self.training.trained.keys()
-
-    def is_whole_now(self, call: Sample) -> bool:
-        """Whether a model in pieces can be one graph by now; see :attr:`may_be_whole`."""
-        self._tried = list(map(len, self._hooks or ()))
-        is_whole = _traced(self._forward, call, self._dynamic) is None
-        self.training.regions.captured |= not is_whole  # what failed is in circles, with the batch
-        return is_whole
-
-    def _capture_separately(self) -> None:
-        """Capture the model in pieces from now on."""
+    def capture_in_pieces(self) -> None:
+        """Capture the model in pieces from the next call on."""
         self.training.regions.several = True
         self._separate = SeparateCapture(self._inner, self._regions)
         dynamic, training = self._dynamic, self.training
         self._pieces = Entry(self._forward, Backend(training), dynamic=dynamic, whole=False)
         if self._run is self._whole:
-            self._run = self._in_pieces
+            self._run = self._call_pieces
+
+    def _call_detaching(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the capture; a backward through an output that it detaches raises."""
+        outputs, detached = self._call_captured(*args, **kwargs)
+        return refuse_gradients(outputs, detached) if detached else outputs
+
+    def _call_captured(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the capture: one graph, or pieces once the model could not be one graph."""
+        run = self._whole if self._pieces is None else self._call_pieces
+        return run(*args, **kwargs)
+
+    def _switch_to_pieces(
+        self, failed: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the model in pieces after its capture as one graph failed: nothing has run yet."""
+        training = self.training
+        try:
+            why = self._reason_not_whole(failed, Sample(args, kwargs))
+        finally:
+            del failed  # this frame would be in a cycle with it
+        training.refuse_single_graph_options(str(why))
+        self._hooks = hook_dicts(self._inner)
+        self.capture_in_pieces()
+        if not training.dry_run:
+            training.regions.begin_call(
+                training.loop, self._device, lambda: self._resident_bytes(args, kwargs)
+            )
+        training.regions.captured = True  # what failed is in a reference cycle, with the batch
+        return self._call_pieces(*args, **kwargs)
+
+    def _call_pieces(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training.dry_run:
+            raise DryRunFinished
+        if self.training.fixed_sizes and self._dynamic is None:
+            self._dynamic = False
+            self.capture_in_pieces()
+        assert self._pieces is not None
+        try:
+            with self._separate:
+                return self._pieces(*args, **kwargs)
+        except CaptureAborted as aborted:
+            raise aborted.error from None
+
+    def _capture_failures(self) -> tuple[type[Exception], ...]:
+        """Return the exceptions of a failed capture: any exception where nothing runs."""
+        return (Exception,) if self.training.dry_run else torch_compat.capture_failures()
+
+    def _reason_not_whole(self, error: BaseException, call: Sample) -> CaptureError:
+        """Return why a call cannot be captured as one graph.
+
+        Raises:
+            Exception: ``error``, where pieces would fail as well; what the model itself raises at
+                the call; the reason, where the model must be captured as one graph.
+        """
+        cause = torch_compat.failure_cause(error)
+        cuda_graph.refuse_planning()
+        of_planning = cause is not error or isinstance(cause, FxrematError)
+        if of_planning and not isinstance(
+            cause, (CaptureError, *torch_compat.data_dependent_errors())
+        ):
+            raise error
+        if torch_compat.may_be_the_models(cause):
+            raised = model_error(self._inner, call)
+            if raised is not None:
+                raise raised
+        if self._must_be_whole and isinstance(error, torch_compat.capture_failures()):
+            raise error
+        why = cause if isinstance(cause, CaptureError) else capture_refusal(self._inner, cause)
+        if self._must_be_whole:
+            raise why from error
+        return why
 
     def run(
         self,
@@ -299,16 +202,17 @@ class Runner:
         *,
         captured: Callable[..., Any] | None = None,
     ) -> Any:
-        """Run the forward as planned; what Dynamo raises comes out as what really went wrong.
+        """Run the forward as planned.
 
         Args:
-            args: of the call.
-            kwargs: of the call.
-            captured: is called in place of what runs at the user's calls.
+            args: the positional arguments of the call.
+            kwargs: the keyword arguments of the call.
+            captured: what to call in place of the captured forward.
 
         Raises:
             BudgetError: this call needs more than the budget.
             CaptureError: new shapes or flags lead to code that cannot be captured.
+            Exception: what the model itself raises.
         """
         training, loop, regions = self.training, self.training.loop, self.training.regions
         call = loop.call
@@ -316,13 +220,15 @@ class Runner:
         call.resident = lambda: _resident(self.original, args, kwargs)
         call.arguments = lambda: places_of(args, kwargs)
         try:
-            if not training.dry:
+            if not training.dry_run:
                 if loop.outside.is_due():
                     given = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
                     loop.look_outside(given)
                 regions.called = True
                 if regions.several:
-                    regions.begin_call(loop, self._device, lambda: self._there_bytes(args, kwargs))
+                    regions.begin_call(
+                        loop, self._device, lambda: self._resident_bytes(args, kwargs)
+                    )
             outputs = (captured or self._run)(*args, **kwargs)
             if regions.several:
                 regions.end_call(loop, outputs)
@@ -333,62 +239,67 @@ class Runner:
             failed = error
             regions.call_raised()
         except BaseException as error:
-            let_go(error)
+            release_frames(error)
             regions.call_raised()
             raise
         finally:
             call.resident, call.arguments = before  # a batch must not outlive its step
-        failure = self._failure(failed, Sample(args, kwargs))
+        failure = self._error_to_raise(failed, Sample(args, kwargs))
         try:
-            let_go(failed)
-            let_go(failure)
+            release_frames(failed)
+            release_frames(failure)
             raise failure
         finally:
-            del failed, failure  # this frame is theirs
+            del failed, failure  # this frame would be in a cycle with them
 
-    def _there_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """What is there when a call begins."""
+    def _resident_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the bytes that are held when a call begins."""
         loop = self.training.loop
         nbytes = model_bytes(_resident(self.original, args, kwargs), loop.caller, self._device)
         nbytes += loop.optimizers.more_bytes
         return nbytes + loop.slack_bytes(self._device) + loop.networks_bytes()
 
-    def _failure(self, error: BaseException, call: Sample) -> BaseException:
-        """What really went wrong when ``call`` could not be captured."""
+    def _error_to_raise(self, error: BaseException, call: Sample) -> BaseException:
+        """Return the error that explains to the user why ``call`` could not be captured."""
         cause = torch_compat.failure_cause(error)
         of_planning = (FxrematError, torch.OutOfMemoryError, torch.AcceleratorError)
-        own = cause if isinstance(cause, of_planning) else own_error(self._inner, call)
-        if isinstance(cause, CostError):  # what cannot be run alone may be what never can
-            own = own_error(self._inner, call) or cause
-        if own is not None:
-            own.__suppress_context__ |= own is cause  # nothing that the model did
-            return own
+        raised = cause if isinstance(cause, of_planning) else model_error(self._inner, call)
+        if isinstance(cause, CostError):  # the operation may fail in the model as well
+            raised = model_error(self._inner, call) or cause
+        if raised is not None:
+            raised.__suppress_context__ |= raised is cause  # the context is not the model's
+            return raised
         data_dependent = isinstance(cause, torch_compat.data_dependent_errors())
         if cause is error or data_dependent:
-            cause = refused(self._inner, cause)
+            cause = capture_refusal(self._inner, cause)
             cause.__cause__ = error
-        cause.__suppress_context__ = True  # nothing that the model did
+        cause.__suppress_context__ = True  # the context is not the model's
         return cause
 
-    def _plan_only(self, call: Sample, *, hooked: bool) -> None:
-        """Let Dynamo capture the call as one graph and plan it, but run nothing of it."""
+    def plan_without_running(self, call: Sample, *, hooked: bool) -> None:
+        """Capture a call as one graph and plan it, but run nothing of it.
+
+        Args:
+            call: the arguments.
+            hooked: whether hooks of the model still have to run on these arguments.
+
+        Raises:
+            CaptureError: nothing in the call computes a gradient.
+            FxrematError: see :meth:`run`.
+        """
         training = self.training
-        whole: Callable[..., Any] = self._captured
+        whole: Callable[..., Any] = self._call_captured
         untouched: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        if hooked and self._inner._forward_pre_hooks:  # they may give the forward other arguments
-            whole = _with_forward(self._inner, self._captured)
+        if hooked and self._inner._forward_pre_hooks:  # they may change the arguments
+            whole = _with_forward(self._inner, self._call_captured)
             untouched = functools.partial(attributes_replaced, self._inner, lambda tensor: tensor)
-
-        def run() -> None:
-            with contextlib.suppress(PlannedOnly), untouched():
-                self.run(call.args, call.kwargs, captured=whole)
-
-        training.dry = True
+        training.dry_run = True
         try:
             if self._pieces is None:
-                run()
+                with contextlib.suppress(DryRunFinished), untouched():
+                    self.run(call.args, call.kwargs, captured=whole)
         finally:
-            training.dry = False
+            training.dry_run = False
         if not training.plans and self._pieces is None:
             raise CaptureError(
                 f"{type(self.original).__name__} computes nothing with a gradient from this "
@@ -396,85 +307,24 @@ class Runner:
             )
 
 
-def _needs_of_loss(
-    model: nn.Module, call: Sample, asked: Arguments, known: LossNeeds | None
-) -> LossNeeds | None:
-    """What a loss outside the model needs, where that is told and the model can be one graph.
-
-    Nothing is run of any other model: its steps show what their loss needs.
-    """
-    if asked.loss is None and known is None:
-        return None
-    if not asked.fullgraph:  # else it is told why by the capture itself, as of the model's errors
-        error = _traced(model.forward, call, asked.dynamic)
-        if error and not torch_compat.may_be_the_models(torch_compat.failure_cause(error)):
-            return None
-    outputs = call_without_data(model, call)
-    if outputs is None:
-        return None
-    if asked.loss is not None:
-        return needs_of_loss(asked.loss, outputs)
-    return known.of(outputs) if known is not None else None
-
-
-def _traced(forward: Callable[..., Any], call: Sample, dynamic: bool | None) -> Exception | None:
-    """Have Dynamo trace a call as one graph, and run nothing; what it raised, if it could not."""
-
-    def planned_only(*_args: Any) -> Any:
-        raise PlannedOnly
-
-    entry = Entry(forward, lambda *_given: planned_only, dynamic=dynamic, whole=True)
-    try:
-        entry(*call.args, **call.kwargs)
-    except PlannedOnly:
-        return None
-    except Exception as error:
-        return error
-    return CaptureError("nothing of it is captured")
-
-
-def initialize(model: nn.Module, call: Sample) -> None:
-    """Have Dynamo make parameters that a call makes, as it does where it captures one."""
-    inner = torch_compat.wrapped_by(model)
-    error = _traced(inner.forward, call, dynamic=None)
-    if error is not None:
-        let_go(error)
-
-
-def _of_sharded(
-    model: nn.Module, asked: Arguments, regions: Sequence[nn.Module], peers: Peers | None
-) -> Runner:
-    """The runner of a model whose parameters are there only while they are needed.
-
-    Calls of its modules gather them from other processes: none is made but the user's. What is
-    gathered, or reduced, may go a moment later than in the steps that were watched.
-    """
-    training = Training.of(asked, model, peers=peers)
-    training.refuse_parts("fully_shard has hooks around its modules")
-    training.regions.late_bytes = torch_compat.late_bytes(model)
-    runner = Runner(model, training, dynamic=asked.dynamic, regions=regions, whole=False)
-    if not asked.fullgraph:
-        runner._capture_separately()
-    return runner
-
-
 def _with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """``model`` with another forward, and all else it has: its hooks run around that."""
+    """Return a module that shares all of ``model`` but its forward: its hooks run as before."""
 
     class Quiet:
         def __init_subclass__(cls, **_options: Any) -> None:
-            """Nothing: whoever lists subclasses of the model's class has it already."""
+            """Do nothing: a base class that registers its subclasses has this one already."""
 
-    own = {"forward": property(lambda _self: forward)}
+    attributes = {"forward": property(lambda _self: forward)}
     bases = (Quiet, type(model))
-    made = types.new_class(type(model).__name__, bases, {}, lambda body: body.update(own))
-    found: nn.Module = object.__new__(made)
-    object.__setattr__(found, "__dict__", model.__dict__)
-    return found
+    cls = types.new_class(type(model).__name__, bases, {}, lambda body: body.update(attributes))
+    module: nn.Module = object.__new__(cls)
+    object.__setattr__(module, "__dict__", model.__dict__)
+    return module
 
 
 def _resident(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a model and of the arguments of a call."""
     given = (value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor))
     return (*torch_compat.tensors_of_module(model), *given)

@@ -1,4 +1,4 @@
-"""One plan of a step that runs several graphs: of the regions' plans, and what was beside them."""
+"""The plan of a step that runs several graphs, made of the plans of its regions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from fxremat.training.training import Training
 
 
 def latest_plan(training: Training, names: Callable[[], Mapping[int, str]]) -> Plan | StepPlan:
-    """The plan of the step that ran last, or was planned last where none has run.
+    """Return the plan of the step that ran last, or that was planned last where none has run.
 
     Args:
-        training: of the model.
-        names: of the model's parameters, by ``id``.
+        training: the training of the model.
+        names: returns the names of the model's parameters by ``id``.
 
-    Returns a ``StepPlan`` where steps run several graphs.
+    Returns:
+        The plan, which is a ``StepPlan`` where steps run several graphs.
 
     Raises:
-        PlanError: none was planned, or the graphs followed no plans that were chosen together.
+        PlanError: no step was planned, or its graphs followed no plans that were chosen together.
     """
     if training.regions.several:
         return step_plan(training.loop, training.regions, names)
@@ -33,20 +34,21 @@ def latest_plan(training: Training, names: Callable[[], Mapping[int, str]]) -> P
 
 
 def step_plan(loop: Loop, regions: Regions, names: Callable[[], Mapping[int, str]]) -> StepPlan:
-    """The plan of the step that ran last, if it followed plans that were chosen together.
+    """Return the plan of the step that ran last, which followed plans that were chosen together.
 
     Args:
-        regions: of a model that is captured in several graphs.
-        names: of its parameters, by ``id``.
+        loop: the training loop of the model.
+        regions: the regions of the model, which is captured in several graphs.
+        names: returns the names of the model's parameters by ``id``.
 
     Raises:
-        PlanError: it did not, or none has run.
+        PlanError: no step has run, or it followed plans that were chosen separately.
     """
     ran = tuple(regions.latest)
-    found = _followed(ran)
-    if found is None:
-        raise PlanError(_why_none(regions))
-    known, places = found
+    followed = _followed(ran)
+    if followed is None:
+        raise PlanError(_why_no_plan(regions))
+    known, places = followed
     owners, last = names(), len(ran) - 1
     rows = tuple(
         _row(loop, known, place, call, owners, is_last=at == last)
@@ -73,12 +75,12 @@ def step_plan(loop: Loop, regions: Regions, names: Callable[[], Mapping[int, str
 
 
 def _followed(ran: Sequence[RegionCall]) -> tuple[StepProfile, list[int]] | None:
-    """The step that calls were taken for, and their places in it."""
+    """Return the planned step that the calls were recognized as, and their places in it."""
     for known in dict(ran[0].matches) if ran else ():
         places = [dict(call.matches).get(known) for call in ran]
-        found = [place for place in places if place is not None]
-        if len(found) == len(ran) and known.choices:
-            return known, found
+        matched = [place for place in places if place is not None]
+        if len(matched) == len(ran) and known.choices:
+            return known, matched
     return None
 
 
@@ -100,7 +102,7 @@ def _row(
     why = known.calls[place].ended_by
     return RegionRow(
         plan=plan,
-        module=_covers(reads),
+        module=_modules_of(reads),
         ended_by="" if is_last and why.endswith(NOT_CAPTURED) else why,
         held_bytes=ran.held_bytes,
         forward_peak_bytes=max(held[: memory.turn], default=0),
@@ -111,27 +113,27 @@ def _row(
     )
 
 
-def _covers(modules: Sequence[str]) -> str:
-    """Modules as one, or the first and the last of the blocks that they are in."""
+def _modules_of(modules: Sequence[str]) -> str:
+    """Return the module that has them all, or their first and last block."""
     blocks = list(dict.fromkeys(map(block_of, modules)))
     return named(blocks) if len(blocks) > 1 else common_module(modules)
 
 
 def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
-    """Peaks of the step, during each region and after it, in both directions."""
-    found, held_bytes = [], there_bytes
+    """Return the peaks of the step, during and after each region, in both directions."""
+    peaks, held_bytes = [], there_bytes
     for row in rows:
-        found += [row.forward_peak_bytes, row.backward_peak_bytes]
-        found.append(held_bytes + row.between_back_bytes)
+        peaks += [row.forward_peak_bytes, row.backward_peak_bytes]
+        peaks.append(held_bytes + row.between_back_bytes)
         held_bytes += row.held_bytes
-        found.append(held_bytes + row.between_bytes)
-    return found
+        peaks.append(held_bytes + row.between_bytes)
+    return peaks
 
 
-def _why_none(regions: Regions) -> str:
-    """Why there is no plan of the last step."""
+def _why_no_plan(regions: Regions) -> str:
+    """Return the message that the last step followed no plan of all its regions."""
     told = regions.warnings
-    why = next(iter(told.breaks or ()), "") or _shortly(told.why)
+    why = next(iter(told.breaks or ()), "") or _shortened(told.why)
     if told.breaks is None:
         why = why or "as regions= asks for"
     pieces = f"the model is captured in pieces{f' ({why})' if why else ''}"
@@ -148,8 +150,8 @@ def _why_none(regions: Regions) -> str:
     )
 
 
-def _shortly(why: str) -> str:
-    """A reason of several lines: the first of them, and the user's line that it is about."""
+def _shortened(why: str) -> str:
+    """Return the first line of a reason, and the line of the user's source that it names."""
     first, *more = why.splitlines() or [""]
     lines = [line.strip() for line in more if line.strip().startswith("File ")]
     return " ".join([first, *lines[-1:]])

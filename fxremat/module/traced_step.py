@@ -1,4 +1,4 @@
-"""What a step really does, beside what its plan says."""
+"""Times the events of a real step, to compare them with its plan."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def trace_step(
     training: Training,
     device: torch.device,
 ) -> StepTrace:
-    """Run ``step`` and measure when each event of its plan happens.
+    """Run ``step`` and measure when each event of its plan happens, in seconds.
 
     Args:
-        step: one forward and one backward of the compiled module.
-        training: of the compiled module.
-        device: of the step.
+        step: runs one forward and one backward of the compiled module.
+        training: the training of the compiled module.
+        device: the device of the step.
 
     Raises:
-        ValueError: it ran the graphs more or less than once.
+        ValueError: the step ran the forward or the backward more or less than once.
     """
     clock = _Clock(device)
-    with record_transfers() as copies, _calls_noted(training, clock):
+    with record_transfers() as copies, _calls_timed(training, clock):
         step()
     assert training.latest is not None
     predicted = training.latest[1].record.timeline
@@ -53,7 +53,7 @@ def trace_step(
 def _measured(
     predicted: Timeline, runs: Sequence[tuple[float, float]], copies: Sequence[TransferRecord]
 ) -> Iterator[Event]:
-    """The plan's events with real times; those of a lane happen in the plan's order."""
+    """Yield the plan's events with measured times; each lane runs in the plan's order."""
     begin_s = min((start for start, _ in runs), default=0.0)
     computed = iter(runs)
     moved = {
@@ -66,9 +66,9 @@ def _measured(
 
 
 class _Clock:
-    """Begins and ends of calls on the clock of ``time.perf_counter``, as transfers are on it.
+    """Records the begin and the end of calls, in seconds of ``time.perf_counter``.
 
-    On a CUDA device they are events of the compute stream.
+    On a CUDA device it records events of the compute stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,18 +76,18 @@ class _Clock:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Note that a call begins or ends."""
+        """Record that a call begins or ends."""
         self._marks.append(self._now())
 
     def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
-        made = timed_event()
-        made.record(torch.cuda.current_stream(self._device))
-        return made
+        event = timed_event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     def intervals(self) -> list[tuple[float, float]]:
-        """Begin and end of each call."""
+        """Return the begin and the end of each call, in seconds."""
         times = self._marks
         if self._device.type == "cuda":
             now = self._now()
@@ -98,9 +98,9 @@ class _Clock:
 
 
 @contextmanager
-def _calls_noted(training: Training, clock: _Clock) -> Iterator[None]:
-    """Mark begin and end of every call of a stage, in plans that are made meanwhile as well."""
-    noted: list[CompiledPlan] = []
+def _calls_timed(training: Training, clock: _Clock) -> Iterator[None]:
+    """Mark the begin and the end of every call of a stage, also in plans that are made inside."""
+    timed: list[CompiledPlan] = []
 
     def around(run: BoxedCallable) -> BoxedCallable:
         def call(args: list[Any]) -> Sequence[Any]:
@@ -111,16 +111,16 @@ def _calls_noted(training: Training, clock: _Clock) -> Iterator[None]:
 
         return call
 
-    def note(compiled: CompiledPlan) -> None:
-        noted.append(compiled)
+    def time_calls(compiled: CompiledPlan) -> None:
+        timed.append(compiled)
         compiled.call_through(around)
 
     try:
         for compiled in training.plans:
-            note(compiled)
-        training.loop.on_new = note
+            time_calls(compiled)
+        training.loop.on_new = time_calls
         yield
     finally:
         training.loop.on_new = None
-        for compiled in noted:
+        for compiled in timed:
             compiled.call_through(None)

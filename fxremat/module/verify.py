@@ -1,4 +1,4 @@
-"""A plan that is held against something else: an exact solver, or what CUDA's allocator does."""
+"""Checks of a plan: against an exact solver, and against the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fxremat.costs.workspaces import forget_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.ir import Infeasible, Problem, Solved
 from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
+from fxremat.module.first_plan import plan_first_step
 from fxremat.module.runner import Runner
 from fxremat.optional import find
 from fxremat.options.arguments import Arguments
@@ -30,25 +31,28 @@ from fxremat.solvers.named import solve
 from fxremat.units import format_bytes
 
 MOST_STAGES = 12
-"""Stages of a chain: of more, CP-SAT rarely proves anything within a minute."""
+"""The most stages of a chain: for more, CP-SAT rarely proves anything within a minute."""
 
 TIME_LIMIT_S = 60.0
-"""Seconds that one search may take."""
+"""The time limit of one search, in seconds."""
 
 STEPS = 3
-"""Steps that are run: the first one may take what none takes again."""
+"""The number of steps that run: the first one may allocate more than the others."""
 
 
-def refuse_check(offload: object) -> None:
-    """Raise ``ArgumentError`` where no plan can be checked, before there is one.
+def check_solver_usable(offload: object) -> None:
+    """Refuse ``check=True`` before planning, where CP-SAT cannot check the plan.
 
     Args:
         offload: the argument of that name.
+
+    Raises:
+        ArgumentError: ``offload`` is given, or ortools is not installed.
     """
     if offload:
         raise ArgumentError(
-            f"offload is {offload!r} with check=True: must be False, since CP-SAT knows schedules "
-            "that recompute alone. Leave one of them out",
+            f"offload is {offload!r} with check=True: must be False, since CP-SAT models only "
+            "schedules that recompute. Leave one of them out",
             argument="offload",
             value=offload,
         )
@@ -61,11 +65,11 @@ def refuse_check(offload: object) -> None:
 
 
 def cross_checked(plan: Plan) -> Plan:
-    """``plan`` with ``cross_check``, which is found from the plan alone."""
-    return replace(plan, cross_check=_found(plan))
+    """Return ``plan`` with the result of CP-SAT for its chain and budget in ``cross_check``."""
+    return replace(plan, cross_check=_cross_check(plan))
 
 
-def _found(plan: Plan) -> CrossCheck:
+def _cross_check(plan: Plan) -> CrossCheck:
     count = len(plan.chain)
     if plan.branch_ends:
         return CrossCheck(plan.predicted_s, why_not="too large for it, being a join of branches")
@@ -73,42 +77,46 @@ def _found(plan: Plan) -> CrossCheck:
         why = f"too large for it, being of {count} stages, more than {MOST_STAGES}"
         return CrossCheck(plan.predicted_s, why_not=why)
     problem = Problem(plan.chain, plan.costs, plan.budget_bytes)
-    found = solve("cpsat", problem, time_limit_s=TIME_LIMIT_S)
-    if isinstance(found, Infeasible):
-        least = format_bytes(found.least_budget_bytes)
+    result = solve("cpsat", problem, time_limit_s=TIME_LIMIT_S)
+    if isinstance(result, Infeasible):
+        least = format_bytes(result.least_budget_bytes)
         why = f"no schedule of whole stages fits, which take {least} at the least"
         return CrossCheck(plan.predicted_s, proven=True, why_not=why)
-    best = found if isinstance(found, Solved) else found.incumbent
+    best = result if isinstance(result, Solved) else result.incumbent
     if best is None:
         return CrossCheck(plan.predicted_s, why_not=f"it found none in {TIME_LIMIT_S:.0f} s")
-    return CrossCheck(plan.predicted_s, best.makespan_s, proven=isinstance(found, Solved))
+    return CrossCheck(plan.predicted_s, best.makespan_s, proven=isinstance(result, Solved))
 
 
-def verified(model: nn.Module, call: Sample, asked: Arguments) -> Verified:
-    """Plan and run steps of a copy without data on the CUDA device that is here.
+def verified(model: nn.Module, call: Sample, options: Arguments) -> Verified:
+    """Plan and run steps of a copy of a model on the present CUDA device.
 
-    What others hold on the device is not counted, and nothing is left there.
+    Memory that is allocated before is not counted, and no memory stays allocated.
 
     Args:
-        model: whose shapes are meant; it is not changed.
-        call: of which its tensors are made up: zeros.
-        asked: as of :func:`fxremat.compile`.
+        model: the model whose shapes the copy has; it is not changed.
+        call: a call whose tensors are replaced by zeros.
+        options: the arguments of :func:`fxremat.compile`.
+
+    Returns:
+        The plan, and the peak in bytes of the step that allocated most.
 
     Raises:
-        torch.OutOfMemoryError: there is not as much memory on it. What planning raises, is raised.
+        torch.OutOfMemoryError: the device does not have as much memory.
+        FxrematError: see :func:`fxremat.compile`.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    forget_workspaces()  # of whoever took them: they are the step's again
-    _drop_unused()
-    others = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    forget_workspaces()  # so that the step allocates its own
+    _free_unused()
+    before_bytes = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     try:
-        return _followed(model, call, asked, device, others)
+        return _run_steps(model, call, options, device, before_bytes)
     finally:
-        _drop_unused()
+        _free_unused()
 
 
-def check_verifiable() -> None:
-    """Have an estimate that is to be followed refused where that cannot be.
+def check_device_present() -> None:
+    """Refuse ``verify=True`` where no step can run.
 
     Raises:
         ArgumentError: there is no CUDA device.
@@ -122,42 +130,42 @@ def check_verifiable() -> None:
         )
 
 
-def _drop_unused() -> None:
+def _free_unused() -> None:
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def _followed(
+def _run_steps(
     model: nn.Module,
     call: Sample,
-    asked: Arguments,
+    options: Arguments,
     device: torch.device,
-    others: tuple[int, int],
+    before_bytes: tuple[int, int],
 ) -> Verified:
-    """Plan and run steps, beside what ``others`` hold, allocated and reserved."""
+    """Plan and run steps; ``before_bytes`` were allocated and reserved before."""
     begun_s = time.perf_counter()
     own = _empty_copy(model, device)
     sample = call.map(lambda value: _zeros(value, device))
-    if isinstance(asked.loss, Compared):
-        asked = replace(asked, loss=asked.loss.map(lambda value: _zeros(value, device)))
-    kept = counted_state(optimizer_bytes(asked.optimizers, own), own, None)
+    if isinstance(options.loss, Compared):
+        options = replace(options, loss=options.loss.map(lambda value: _zeros(value, device)))
+    kept = counted_state(optimizer_bytes(options.optimizers, own), own, None)
     state = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in kept]
-    runner = Runner.of(own, sample, asked, hooked=False)
+    runner = plan_first_step(own, sample, options, hooked=False)
     planned_s = time.perf_counter() - begun_s
-    found: list[Verified] = []
+    steps: list[Verified] = []
     for _ in range(STEPS):
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        _step(own, runner, sample, asked.loss)
+        _run_step(own, runner, sample, options.loss)
         torch.cuda.synchronize(device)
-        found.append(
+        steps.append(
             Verified(
                 device=torch.cuda.get_device_name(device),
                 plan=runner.training.latest_record(),
-                allocated_bytes=torch.cuda.max_memory_allocated(device) - others[0],
-                reserved_bytes=torch.cuda.max_memory_reserved(device) - others[1],
-                budget_on=asked.budget_on,
+                allocated_bytes=torch.cuda.max_memory_allocated(device) - before_bytes[0],
+                reserved_bytes=torch.cuda.max_memory_reserved(device) - before_bytes[1],
+                budget_on=options.budget_on,
                 planned_s=planned_s,
                 seconds=time.perf_counter() - begun_s,
             )
@@ -166,10 +174,10 @@ def _followed(
     del state
     runner.training.close()
     runner.release()
-    return max(found, key=lambda own: own.peak_bytes)
+    return max(steps, key=lambda step: step.peak_bytes)
 
 
-def _step(
+def _run_step(
     model: nn.Module,
     runner: Runner,
     call: Sample,
@@ -178,12 +186,12 @@ def _step(
     with in_training(model), torch.enable_grad():
         outputs = runner.run(call.args, call.kwargs)
         ends = outputs if loss is None else loss(outputs)
-        made = [t for t in tree_leaves(ends) if isinstance(t, torch.Tensor) and t.requires_grad]
-        torch.autograd.backward(made, [torch.ones_like(t) for t in made])
+        roots = [t for t in tree_leaves(ends) if isinstance(t, torch.Tensor) and t.requires_grad]
+        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
 
 
 def _empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a model whose tensors have no data, shared where they were."""
+    """Return a copy of a model with uninitialized tensors, shared where the model shares them."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device=device, requires_grad=False)
@@ -196,5 +204,5 @@ def _empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
 def _zeros(value: Any, device: torch.device) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    made = torch.zeros_like(value, device=device, requires_grad=False)
-    return made.requires_grad_(value.requires_grad)
+    zeros = torch.zeros_like(value, device=device, requires_grad=False)
+    return zeros.requires_grad_(value.requires_grad)

@@ -243,7 +243,7 @@ def _by_first_process(
         made.append(find())
         return made[0].completed()  # others cannot complete it
 
-    with graph.peers.telling():
+    with graph.peers.reporting_failures():
         plan = graph.peers.follow("a plan", Plan, make)
         compiled = made[0] if plan is None else _as_first(graph, plan, context)
         agreed_graphs(graph.peers, compiled.structure_digest if compiled else "none")

@@ -1,8 +1,12 @@
-"""What processes that train one model agree on: budgets by minimum, costs by maximum."""
+"""Agreements of processes that train one model: how the values of all become one.
+
+Bytes and seconds become the largest of all, speeds the smallest; what must be the same raises.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxremat.cache.origins import differences
@@ -16,36 +20,36 @@ from fxremat.ranks.peers import Peers
 from fxremat.solvers.knapsack import Choice
 
 AGREED = 5
-"""The last of the first steps before which processes agree on what was seen."""
+"""The number of first steps before each of which processes agree on what they have measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A captured step, as a process has measured it.
+    """A captured step as a process has measured it.
 
     Attributes:
-        origin: what its costs hold for.
-        structure_digest: of its graph.
-        costs: of it.
-        around_bytes: ``given_bytes``, ``turn_bytes``, ``tangent_bytes`` and ``end_bytes`` of what
-            is around it.
+        origin: the origin of its costs.
+        structure_digest: the digest of its graph's structure.
+        costs: its costs.
+        context_bytes: ``given_bytes``, ``turn_bytes``, ``tangent_bytes`` and ``end_bytes`` of its
+            step context.
     """
 
     origin: Origin
     structure_digest: str
     costs: RecordedCosts
-    around_bytes: tuple[int, int, int, int]
+    context_bytes: tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a process has seen of a step of several calls.
+class MeasuredStep:
+    """What a process has measured of a step of several calls.
 
     Attributes:
-        base_bytes: what is there when the next one begins.
-        calls: what makes its calls those of a step that is known; none: it was not seen.
-        profiles: of each of them.
-        begins: what makes the first call of the next one that of such a step.
+        base_bytes: the bytes that are held when the next step begins.
+        calls: descriptions of its calls; none where the step was not watched.
+        profiles: the memory profile of each call, in bytes.
+        begins: the description of the first call of the next step.
     """
 
     base_bytes: int
@@ -60,10 +64,11 @@ class Chosen:
 
     Attributes:
         choices: one for each call.
-        besides: what is beside each.
-        budget_bytes: what they keep to.
-        least_bytes, full_bytes: peak of those that take least, and that keep everything.
-        fitting: none fit, but there are some for so many of its first calls.
+        besides: what else is allocated during each call.
+        budget_bytes: the budget that they keep to.
+        least_bytes: the peak of the plans that take least.
+        full_bytes: the peak of the plans that keep everything.
+        fitting: where no plans fit, the number of first calls for which some do.
     """
 
     choices: tuple[Choice, ...]
@@ -75,48 +80,48 @@ class Chosen:
 
 
 def agreed_costs(
-    peers: Peers, origin: Origin, structure_digest: str, costs: RecordedCosts, around: ContextBytes
+    peers: Peers, origin: Origin, structure_digest: str, costs: RecordedCosts, context: ContextBytes
 ) -> tuple[RecordedCosts, ContextBytes]:
-    """What a captured step costs all, and what most have around it.
+    """Return the largest costs and context bytes of a captured step that any process has.
 
     Args:
         peers: the processes.
-        origin: of the step that this one has captured.
-        structure_digest: of its graph.
-        costs: of it.
-        around: around it.
+        origin: the origin of the costs of this process.
+        structure_digest: the digest of its graph's structure.
+        costs: its costs.
+        context: the bytes of its step context.
 
     Raises:
-        RankError: they captured different ones.
+        RankError: the processes have captured different steps.
     """
-    base = around.given_bytes, around.turn_bytes, around.tangent_bytes, around.end_bytes
+    base = context.given_bytes, context.turn_bytes, context.tangent_bytes, context.end_bytes
     own = _Step(origin, structure_digest, costs, base)
-    found = peers.agree("the captured step", _Step, own, _slowest)
-    given_bytes, turn_bytes, tangent_bytes, end_bytes = found.around_bytes
+    agreed = peers.agree("the captured step", _Step, own, _slowest_step)
+    given_bytes, turn_bytes, tangent_bytes, end_bytes = agreed.context_bytes
     most = replace(
-        around,
+        context,
         given_bytes=given_bytes,
         turn_bytes=turn_bytes,
         tangent_bytes=tangent_bytes,
         end_bytes=end_bytes,
     )
-    return found.costs, most
+    return agreed.costs, most
 
 
 def agreed_speeds(peers: Peers, speeds: Speeds) -> Speeds:
-    """The slowest that any process has found."""
+    """Return the slowest speed of each collective that any process has measured."""
     own = tuple(speeds.values())
-    found = peers.agree("collectives", _AllSpeeds, own, _slowest_each)
-    return dict(zip(speeds, found, strict=True))
+    agreed = peers.agree("collectives", _AllSpeeds, own, _slowest_speeds)
+    return dict(zip(speeds, agreed, strict=True))
 
 
 def agreed_link(peers: Peers, own: MeasuredLink) -> MeasuredLink:
-    """The slowest to host memory that any process has found."""
+    """Return the slowest link to host memory that any process has measured."""
     return peers.agree("the link to host memory", MeasuredLink, own, _slowest_link)
 
 
-def _slowest_link(told: Mapping[int, MeasuredLink]) -> MeasuredLink:
-    links = told.values()
+def _slowest_link(links_by_rank: Mapping[int, MeasuredLink]) -> MeasuredLink:
+    links = links_by_rank.values()
     return MeasuredLink(
         min(link.offload_bytes_per_s for link in links),
         min(link.prefetch_bytes_per_s for link in links),
@@ -131,26 +136,28 @@ def _slowest_link(told: Mapping[int, MeasuredLink]) -> MeasuredLink:
 _AllSpeeds = tuple[tuple[float, float], ...]
 
 
-def _slowest_each(told: Mapping[int, _AllSpeeds]) -> _AllSpeeds:
-    each = zip(*told.values(), strict=True)
+def _slowest_speeds(speeds: Mapping[int, _AllSpeeds]) -> _AllSpeeds:
+    each = zip(*speeds.values(), strict=True)
     return tuple((max(m for m, _ in one), max(b for _, b in one)) for one in each)
 
 
 _SAME_STEP = "All have to train the same model, with batches of one size in the first step"
 
 _REMEDIES = {
-    "setting": "Set it alike on all of them before they compile, as with torch.set_num_threads(n)",
+    "setting": "Set it to one value on all of them before they compile, as with "
+    "torch.set_num_threads(n)",
     "version": "Install the same one on all of them",
 }
-"""By what a difference begins with."""
+"""Remedies by the first word of a difference."""
 
 
-def _slowest(told: Mapping[int, _Step]) -> _Step:
-    first, *others = told
-    one = told[first]
+def _slowest_step(steps: Mapping[int, _Step]) -> _Step:
+    first, *others = steps
+    one = steps[first]
     for rank in others:
-        # Costs are the slowest's, and a shard's place is a constant of its own.
-        own = replace(told[rank].origin, device=one.origin.device, code=told[rank].structure_digest)
+        # Devices may differ in speed, and the place of a shard is a constant of each process.
+        step = steps[rank]
+        own = replace(step.origin, device=one.origin.device, code=step.structure_digest)
         then = replace(one.origin, code=one.structure_digest)
         for difference in differences(then, own, of=f"rank {first}'s"):
             raise RankError(
@@ -158,27 +165,27 @@ def _slowest(told: Mapping[int, _Step]) -> _Step:
                 + _REMEDIES.get(difference.partition(" ")[0], _SAME_STEP),
                 ranks=(rank,),
             )
-    costs = RecordedCosts.slowest([own.costs for own in told.values()])
-    around = tuple(map(max, *(own.around_bytes for own in told.values())))
-    return replace(one, costs=costs, around_bytes=around)
+    costs = RecordedCosts.slowest([step.costs for step in steps.values()])
+    most = tuple(map(max, *(step.context_bytes for step in steps.values())))
+    return replace(one, costs=costs, context_bytes=most)
 
 
 def agreed_graphs(peers: Peers, structure_digest: str) -> None:
-    """Make sure that one plan has led all processes to the same graphs.
+    """Check that one plan has led all processes to the same graphs.
 
     Args:
         peers: the processes.
-        structure_digest: of the graphs of this one.
+        structure_digest: the digest of the structure of this process's graphs.
 
     Raises:
-        RankError: another one's run other operations.
+        RankError: the graphs of another process have other operations.
     """
     peers.agree("the graphs of a plan", str, structure_digest, _same_graphs)
 
 
-def _same_graphs(told: Mapping[int, str]) -> str:
-    first, *others = told
-    differ = [rank for rank in others if told[rank] != told[first]]
+def _same_graphs(digests: Mapping[int, str]) -> str:
+    first, *others = digests
+    differ = [rank for rank in others if digests[rank] != digests[first]]
     if differ:
         raise RankError(
             f"the plan of rank {first} leads to other operations on {', '.join(map(str, differ))}: "
@@ -186,89 +193,95 @@ def _same_graphs(told: Mapping[int, str]) -> str:
             "one version of fxremat",
             ranks=differ,
         )
-    return told[first]
+    return digests[first]
 
 
-def agreed_context(peers: Peers, found: str) -> None:
-    """Make sure that all processes are at the same call.
+def agreed_context(peers: Peers, context: str) -> None:
+    """Check that all processes are at the same call.
 
     Args:
         peers: the processes.
-        found: what the call of this one finds.
+        context: the description of this process's call.
 
     Raises:
-        RankError: another one's finds something else.
+        RankError: another process is at another call.
     """
-    peers.agree("what a call finds", str, found, _the_same)
+    peers.agree("what a call finds", str, context, _same_call)
 
 
-def _the_same(told: Mapping[int, str]) -> str:
-    first, *others = told
+def _same_call(calls: Mapping[int, str]) -> str:
+    first, *others = calls
     for rank in others:
-        if told[rank] != told[first]:
+        if calls[rank] != calls[first]:
             raise RankError(
-                f"rank {rank} is at another call than rank {first}: it finds {told[rank]}, rank "
-                f"{first} {told[first]}. Collectives are in the graph: all have to make the same "
+                f"rank {rank} is at another call than rank {first}: it finds {calls[rank]}, rank "
+                f"{first} {calls[first]}. Collectives are in the graph: all have to make the same "
                 "calls, with batches of one size",
                 ranks=(rank,),
             )
-    return told[first]
+    return calls[first]
 
 
-_Taught = tuple[tuple[Values, Correction], ...]
+_Corrections = tuple[tuple[Values, Correction], ...]
 
 
 def agreed_corrections(peers: Peers, own: Mapping[Values, Correction]) -> dict[Values, Correction]:
-    """What steps have taught any process, by sizes."""
-    found = peers.agree("what steps have taught", _Taught, tuple(own.items()), _all_taught)
-    return dict(found)
+    """Return the corrections that the steps of any process have led to, by sizes."""
+    agreed: _Corrections
+    agreed = peers.agree("what steps have taught", _Corrections, tuple(own.items()), _merged)
+    return dict(agreed)
 
 
-def _all_taught(told: Mapping[int, _Taught]) -> _Taught:
-    found: dict[Values, Correction] = {}
-    for taught in told.values():
-        for sizes, correction in taught:
-            found[sizes] = found.get(sizes, NO_CORRECTION) | correction
-    return tuple(found.items())
+def _merged(corrections: Mapping[int, _Corrections]) -> _Corrections:
+    merged: dict[Values, Correction] = {}
+    for sizes, correction in itertools.chain.from_iterable(corrections.values()):
+        merged[sizes] = merged.get(sizes, NO_CORRECTION) | correction
+    return tuple(merged.items())
 
 
-def agreed_step(peers: Peers, own: Seen, *, settled: bool) -> Seen | None:
-    """What most have seen of the step before, and what a step that begins finds.
+def agreed_step(peers: Peers, own: MeasuredStep, *, unchanged: bool) -> MeasuredStep | None:
+    """Return the largest measurements of the step before, at the begin of the next step.
 
     Args:
         peers: the processes, which must make the same calls and follow the same plans.
-        own: what this one has seen.
-        settled: it would go on as it did.
+        own: the measurements of this process.
+        unchanged: whether this process would follow the same plans as before.
 
-    Returns ``None`` where all are settled, and make the same calls.
+    Returns:
+        The measurements, or ``None`` where all processes are unchanged and make the same calls.
 
     Raises:
-        RankError: others make other calls.
+        RankError: the processes make different calls.
     """
-    alike = f"{own.calls} {own.begins}" if settled else None
-    return peers.agree_unless(alike, "what a step finds", Seen, own, _most_of_same)
+    alike = f"{own.calls} {own.begins}" if unchanged else None
+    return peers.agree_unless(alike, "what a step finds", MeasuredStep, own, _most_of_same_calls)
 
 
-def _most_of_same(told: Mapping[int, Seen]) -> Seen:
-    first, *_ = told
-    one = told[first]
-    _the_same({rank: f"calls {', '.join(seen.calls)}" for rank, seen in told.items()})
-    _the_same({rank: f"a call {seen.begins}" for rank, seen in told.items()})
-    seen = [own.profiles for own in told.values() if own.profiles]
-    profiles = tuple(tuple(map(max, zip(*call, strict=True))) for call in zip(*seen, strict=True))
-    return replace(one, base_bytes=max(own.base_bytes for own in told.values()), profiles=profiles)
+def _most_of_same_calls(steps: Mapping[int, MeasuredStep]) -> MeasuredStep:
+    first, *_ = steps.values()
+    _same_call({rank: f"calls {', '.join(step.calls)}" for rank, step in steps.items()})
+    _same_call({rank: f"a call {step.begins}" for rank, step in steps.items()})
+    base_bytes = max(step.base_bytes for step in steps.values())
+    watched = [step.profiles for step in steps.values() if step.profiles]
+    return replace(first, base_bytes=base_bytes, profiles=_largest_profiles(watched))
 
 
-def agreed_profiles(peers: Peers, own: Seen) -> Seen:
-    """What most have seen; nothing where they did not see the same calls."""
-    return peers.agree("what a step was seen to take", Seen, own, _most)
+def agreed_profiles(peers: Peers, own: MeasuredStep) -> MeasuredStep:
+    """Return the largest measurements of a step; no profiles where its calls differ."""
+    return peers.agree("what a step was measured to take", MeasuredStep, own, _most)
 
 
-def _most(told: Mapping[int, Seen]) -> Seen:
-    base_bytes = max(seen.base_bytes for seen in told.values())
-    calls = {seen.calls for seen in told.values()}
+def _most(steps: Mapping[int, MeasuredStep]) -> MeasuredStep:
+    base_bytes = max(step.base_bytes for step in steps.values())
+    calls = {step.calls for step in steps.values()}
     if len(calls) > 1:
-        return Seen(base_bytes)
-    each = zip(*(seen.profiles for seen in told.values()), strict=True)
-    profiles = tuple(tuple(map(max, *call)) for call in each)
-    return Seen(base_bytes, calls.pop(), profiles)
+        return MeasuredStep(base_bytes)
+    profiles = _largest_profiles([step.profiles for step in steps.values()])
+    return MeasuredStep(base_bytes, calls.pop(), profiles)
+
+
+def _largest_profiles(
+    steps: Sequence[tuple[tuple[int, ...], ...]],
+) -> tuple[tuple[int, ...], ...]:
+    """Return the largest bytes of each call, of steps with the same calls."""
+    return tuple(tuple(map(max, zip(*call, strict=True))) for call in zip(*steps, strict=True))

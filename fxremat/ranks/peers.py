@@ -1,8 +1,8 @@
-"""Processes that train one model, and follow one plan.
+"""Processes that train one model and follow one plan.
 
-What they agree on goes through the store of their process group, not through collectives: a
-process that is late, or gone, is named within a time limit, and no backend is asked for anything.
-Each sends one message, the first of them one for all: see docs/design/0024.
+They agree through the store of their process group, not through collectives: a process that is
+late or gone is named within a time limit, and no backend is involved. Each process sends one
+message, and the leader, which is the first of them, sends one to all: see docs/design/0024.
 """
 
 from __future__ import annotations
@@ -28,36 +28,38 @@ from fxremat.report.codec import decode, encode
 Budgets = Literal["same", "least"]
 
 TIMEOUT_S = 600.0
-"""How long a process waits for others unless told otherwise; what torch waits for NCCL."""
+"""The default time in seconds that a process waits for others, as torch waits for NCCL."""
 
 HERE, ALL = "here", "all"
-"""What the first of them says: that it has come, and what holds for all."""
+"""Keys of the leader's messages: that it has arrived, and what all agree on."""
 
 COUNT, SAME = "count", "same"
-"""How many have come to say whether all is as it was; and whether it is: whoever has something else
-to say tells that it is not, so that nobody waits for it."""
+"""Keys of an agreement that nothing has changed: how many processes have arrived, and whether all
+of them are unchanged. A process that calls something else writes that they are not, so that no
+other waits for it."""
 
 GRACE_S = 10.0
-"""Longer than the first of them waits for the others."""
-
+"""Seconds that the others wait for the leader, beyond those that it waits for them."""
 
 T = TypeVar("T")
 
-_made: Counter[tuple[int, ...]] = Counter()
+_groups_made: Counter[tuple[int, ...]] = Counter()
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Ranks:
-    """Processes that train one model together, and follow one plan.
+    """The processes that train one model together and follow one plan.
 
     Args:
         group: a process group, or ranks; ``None``: those of the model's
-            ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s, else all.
-        budgets: ``"same"``: budgets that differ are an error; ``"least"``: all keep to the least.
-        timeout: the longest that one waits for the others, as a ``timedelta`` or in seconds.
+            ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s, or all ranks.
+        budgets: ``"same"``: budgets that differ are an error; ``"least"``: all processes keep to
+            the smallest.
+        timeout: the longest time that a process waits for the others, as a ``timedelta`` or in
+            seconds.
 
     Raises:
-        ArgumentError: one of them cannot be read.
+        ArgumentError: an argument cannot be read.
     """
 
     members: tuple[int, ...]
@@ -78,12 +80,12 @@ class Ranks:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if not (number and math.isfinite(seconds) and seconds > 0):
-            refuse("timeout", timeout, "a timedelta or seconds, more than none")
+            refuse("timeout", timeout, "a timedelta or seconds, more than 0")
         object.__setattr__(self, "timeout_s", float(seconds))
 
 
 def _members(group: object) -> tuple[int, ...]:
-    """Ranks of a group; none: those that the model tells of."""
+    """Return the ranks of a group, or none where the model determines them."""
     if group is None:
         return ()
     if torch_compat.is_group(group):
@@ -97,37 +99,38 @@ def _members(group: object) -> tuple[int, ...]:
 
 
 class Peers:
-    """The processes that train one model, as one of them sees them.
+    """The processes that train one model, from the point of view of one of them.
 
-    All of them agree on the same things in the same order. They do on what a first step needs;
-    what a later one meets, others need not meet.
+    All of them must agree on the same things in the same order. They agree on what a first step
+    needs; a later call of one process need not be one of all.
 
     Args:
-        members: ranks of all of them.
-        own: that of this process.
-        store: which they share.
-        timeout_s: the longest that one waits for another.
+        members: the ranks of all processes; the first one leads.
+        own: the rank of this process.
+        store: the store that they share.
+        timeout_s: the longest time in seconds that a process waits for another.
     """
 
     def __init__(
         self, members: Sequence[int], own: int, store: torch_compat.SharedStore, *, timeout_s: float
     ) -> None:
         self.members = tuple(members)
-        self._told = False  # that something failed
+        self._has_reported = False  # the present failure is in the store
         self._store = store
         self._timeout_s = timeout_s
         self._own = own
         self._number = 0
-        self._until = 0.0  # when others are late
-        self._names: list[str] = []  # of what the first of them keeps for the others
-        self._older: list[str] = []  # which was said before
+        self._deadline_s = 0.0  # when other processes are late
+        self._keys: list[str] = []  # the keys of the present agreement in the store
+        self._older_keys: list[str] = []  # those of earlier agreements, which the leader drops
 
     @staticmethod
     def of(model: nn.Module, ranks: Ranks | None) -> Peers | None:
-        """The processes that train a model; ``None``: this process plans for itself.
+        """Return the processes that train a model, or ``None`` where this process plans by itself.
 
         Raises:
-            ArgumentError: there is no process group, or this process is in none of these ranks.
+            ArgumentError: ``ranks`` is given, but there is no process group, or this process is
+                not among the ranks.
         """
         if not torch_compat.has_processes():
             if ranks is not None:
@@ -140,43 +143,43 @@ class Peers:
                 refuse("ranks", ranks, f"of rank {torch_compat.own_rank()} and others")
         if len(members) < 2:
             return None
-        _made[members] += 1
-        name = f"fxremat {' '.join(map(str, members))} {_made[members]}"
+        _groups_made[members] += 1
+        name = f"fxremat {' '.join(map(str, members))} {_groups_made[members]}"
         timeout_s = ranks.timeout_s if ranks else TIMEOUT_S
         store = torch_compat.SharedStore(name)
         return Peers(members, torch_compat.own_rank(), store, timeout_s=timeout_s)
 
     @staticmethod
     @contextlib.contextmanager
-    def told_of_refusals(model: object, ranks: object) -> Iterator[None]:
-        """What fails in here, before all come to agree, fails for all.
+    def reporting_early_failures(model: object, ranks: object) -> Iterator[None]:
+        """Return a context in which a failure before the first agreement fails all processes.
 
-        The others are told if it can be known who they are, and count this compile as they do
-        their own: later ones find each other.
+        The failure is reported to the others where the arguments determine them. It counts as a
+        compile, so that later compiles of the processes still match.
 
         Args:
-            model: as it was given, of whatever type.
-            ranks: likewise.
+            model: the model as the user gave it, of any type.
+            ranks: the processes as the user gave them, of any type.
         """
         try:
             yield
         except BaseException:
-            peers = Peers._known(model, ranks)
-            with peers.telling() if peers else contextlib.nullcontext():
+            peers = Peers._of_unchecked(model, ranks)
+            with peers.reporting_failures() if peers else contextlib.nullcontext():
                 raise
 
     @staticmethod
-    def _known(model: object, ranks: object) -> Peers | None:
-        """The processes of a call that nobody has checked; ``None``: nothing tells of them."""
-        found = torch_compat.uncompiled(model) if isinstance(model, nn.Module) else nn.Module()
+    def _of_unchecked(model: object, ranks: object) -> Peers | None:
+        """Return the processes of unchecked arguments, or ``None`` where they determine none."""
+        checked = torch_compat.uncompiled(model) if isinstance(model, nn.Module) else nn.Module()
         try:
-            return Peers.of(found, ranks if isinstance(ranks, Ranks) else None)
+            return Peers.of(checked, ranks if isinstance(ranks, Ranks) else None)
         except ArgumentError:
             return None
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first of them."""
+        """Whether this process is the leader."""
         return self._own == self.members[0]
 
     def agree(
@@ -186,21 +189,21 @@ class Peers:
         own: T,
         combine: Callable[[Mapping[int, T]], T],
     ) -> T:
-        """What all of them take for true.
+        """Return a value that all processes agree on.
 
         Args:
-            what: it is about, for the error.
-            kind: its type, which has a form in JSON.
-            own: that of this process.
-            combine: makes one of all, by rank; it may raise.
+            what: the subject of the agreement, for errors.
+            kind: the type of the value, which JSON can represent.
+            own: the value of this process.
+            combine: returns one value for all, from the values by rank; it may raise.
 
         Raises:
-            RankError: one of them did not come, failed, or agrees on something else.
-            FxrematError: as ``combine`` raises it.
+            RankError: a process did not arrive, failed, or agrees on another subject.
+            FxrematError: ``combine`` has raised it.
         """
         self._begin()
         self._put(SAME, {"same": False})
-        return self._agreed(what, kind, own, combine)
+        return self._combined(what, kind, own, combine)
 
     def agree_unless(
         self,
@@ -210,21 +213,21 @@ class Peers:
         own: T,
         combine: Callable[[Mapping[int, T]], T],
     ) -> T | None:
-        """As :meth:`agree`, unless all of them say ``alike``: that takes two requests of each.
+        """Return as :meth:`agree`, or ``None`` where all processes have the same state.
+
+        Comparing states takes two requests of each process, which is cheaper than an agreement.
 
         Args:
-            alike: what needs no agreement if all say it; ``None``: this process needs one.
+            alike: the state of this process; ``None``: it needs an agreement.
             what, kind, own, combine: see :meth:`agree`.
 
-        Returns ``None`` if all say it.
-
         Raises:
-            RankError, FxrematError: as :meth:`agree`.
+            RankError, FxrematError: see :meth:`agree`.
         """
         self._begin()
-        return None if self._all_say(alike) else self._agreed(what, kind, own, combine)
+        return None if self._are_alike(alike) else self._combined(what, kind, own, combine)
 
-    def _agreed(
+    def _combined(
         self,
         what: str,
         kind: Callable[..., T],
@@ -233,101 +236,110 @@ class Peers:
     ) -> T:
         if not self.leads:
             self._put(self._own, {"what": what, "value": encode(kind, own)})
-            return decode(kind, self._verdict(what))
-        with self._telling_all():
-            found = {self._own: own}
-            for rank, told in self._others(what).items():
-                found[rank] = decode(kind, told)
-            self._forget()
-            result = combine(found)
+            return decode(kind, self._read_result(what))
+        with self._failing_all():
+            values = {self._own: own}
+            for rank, value in self._read_others(what).items():
+                values[rank] = decode(kind, value)
+            self._drop_older()
+            result = combine(values)
         self._put(ALL, {"value": encode(kind, result)})
         return result
 
-    def _all_say(self, alike: str | None) -> bool:
-        """Whether all of them have come, and say the same."""
+    def _are_alike(self, alike: str | None) -> bool:
+        """Return whether all processes have arrived with the same state."""
         own = str(self._own) if alike is None else hashlib.sha256(alike.encode()).hexdigest()
         name, count = f"{self._number}/is {own}", f"{self._number}/{COUNT}"
-        self._names += [name, count, f"{self._number}/{SAME}"]
+        self._keys += [name, count, f"{self._number}/{SAME}"]
         self._store.count(name)
-        if self._store.count(count) == len(self.members):  # all have said theirs by now
-            said = self._store.count(name, 0)
-            self._put(SAME, {"same": said == len(self.members)})
-        told = self._get(SAME, self._timeout_s)
-        if told is None:  # who has come says so now
-            self._until = monotonic() + min(GRACE_S, self._timeout_s)
+        if self._store.count(count) == len(self.members):  # this is the last one
+            equal = self._store.count(name, 0)
+            self._put(SAME, {"same": equal == len(self.members)})
+        message = self._get(SAME, self._timeout_s)
+        if message is None:  # an agreement finds out who has arrived
+            self._deadline_s = monotonic() + min(GRACE_S, self._timeout_s)
         elif self.leads:
-            self._forget()
-        return told is not None and bool(told["same"])
+            self._drop_older()
+        return message is not None and bool(message["same"])
 
     def follow(self, what: str, kind: Callable[..., T], make: Callable[[], T]) -> T | None:
-        """Let the first of them make something.
+        """Call ``make`` in the leader and return its result in the others.
 
-        Returns what it made; ``None`` for itself, which has it.
+        Args:
+            what: the subject, for errors.
+            kind: the type of the result, which JSON can represent.
+            make: makes the result.
+
+        Returns:
+            The result, or ``None`` in the leader, where ``make`` was called.
 
         Raises:
-            RankError: it did not come in time, or failed.
-            BudgetError: as ``make`` raises it there.
+            RankError: the leader did not arrive in time, or failed.
+            BudgetError: ``make`` has raised it in the leader.
         """
         self._begin()
         self._put(SAME, {"same": False})
         if not self.leads:
-            return decode(kind, self._verdict(what))
-        with self._telling_all():
-            made = make()
-        self._put(ALL, {"value": encode(kind, made)})
+            return decode(kind, self._read_result(what))
+        with self._failing_all():
+            result = make()
+        self._put(ALL, {"value": encode(kind, result)})
         return None
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """What fails in here, fails for all: the others are told when they next agree."""
+    def reporting_failures(self) -> Iterator[None]:
+        """Return a context whose failure fails the other processes at their next agreement."""
         try:
             yield
         except RankError:
-            raise  # they know
+            raise  # it comes from the others
         except BaseException as error:
-            if not self._told:
+            if not self._has_reported:
                 self._begin()
-                self._told = True
-                self._put(ALL if self.leads else self._own, {"error": _error(error, self._own)})
+                self._has_reported = True
+                self._put(
+                    ALL if self.leads else self._own, {"error": _encoded_error(error, self._own)}
+                )
                 self._put(SAME, {"same": False})
             raise
 
     def _begin(self) -> None:
-        self._number, self._told = self._number + 1, False
-        self._until = monotonic() + self._timeout_s
-        said, self._names = self._names, []
-        if self.leads:  # it drops what was said, once all have read it
-            self._older += said
+        """Begin the next agreement, or the report of a failure in its place."""
+        self._number, self._has_reported = self._number + 1, False
+        self._deadline_s = monotonic() + self._timeout_s
+        keys, self._keys = self._keys, []
+        if self.leads:
+            self._older_keys += keys
             self._put(HERE, {})
 
     @contextlib.contextmanager
-    def _telling_all(self) -> Iterator[None]:
-        """What fails in here, fails for all."""
+    def _failing_all(self) -> Iterator[None]:
+        """Return a context of the leader whose failure fails this agreement for all."""
         try:
             yield
         except BaseException as error:
-            self._told = True
-            self._put(ALL, {"error": _error(error, self._own)})
+            self._has_reported = True
+            self._put(ALL, {"error": _encoded_error(error, self._own)})
             raise
 
-    def _others(self, what: str) -> dict[int, Any]:
-        """What the others say, by rank."""
-        found, missing = {}, []
+    def _read_others(self, what: str) -> dict[int, Any]:
+        """Return the encoded values of the other processes by rank."""
+        values, missing = {}, []
         for rank in self.members[1:]:
-            self._names.append(f"{self._number}/{rank}")
-            told = self._get(rank, self._until - monotonic())
-            if told is None:
+            self._keys.append(f"{self._number}/{rank}")
+            message = self._get(rank, self._deadline_s - monotonic())
+            if message is None:
                 missing.append(rank)
-            elif "error" in told:
-                raise _raised(told["error"])
-            elif told["what"] != what:
+            elif "error" in message:
+                raise _decoded_error(message["error"])
+            elif message["what"] != what:
                 raise RankError(
-                    f"rank {rank} goes on to agree on {told['what']}, rank {self._own} on {what}: "
-                    "they do not compile the same model in the same order",
+                    f"rank {rank} goes on to agree on {message['what']}, rank {self._own} on "
+                    f"{what}: they do not compile the same model in the same order",
                     ranks=(rank,),
                 )
             else:
-                found[rank] = told["value"]
+                values[rank] = message["value"]
         if missing:
             raise RankError(
                 f"{_named(missing)} did not come within {self._timeout_s:g} s to agree on {what}: "
@@ -335,14 +347,14 @@ class Peers:
                 f"Give fxremat.Ranks another timeout=, or a group= without {_named(missing)}",
                 ranks=missing,
             )
-        return found
+        return values
 
-    def _verdict(self, what: str) -> Any:
-        """What the first of them has made of it."""
+    def _read_result(self, what: str) -> Any:
+        """Return the leader's encoded result."""
         here = self._get(HERE, self._timeout_s) is not None
-        told = self._get(ALL, self._timeout_s + GRACE_S) if here else None
-        if told is None:
-            self._told = True
+        message = self._get(ALL, self._timeout_s + GRACE_S) if here else None
+        if message is None:
+            self._has_reported = True
             raise RankError(
                 f"rank {self.members[0]}, which is the first one, did not "
                 f"{'say' if here else 'come'} within {self._timeout_s:g} s to agree on {what}: "
@@ -350,37 +362,37 @@ class Peers:
                 "Give fxremat.Ranks another timeout= if it takes longer",
                 ranks=self.members[:1],
             )
-        if "error" in told:
-            self._told = True
-            raise _raised(told["error"])
-        return told["value"]
+        if "error" in message:
+            self._has_reported = True
+            raise _decoded_error(message["error"])
+        return message["value"]
 
-    def _put(self, who: int | str, told: Mapping[str, Any]) -> None:
-        data = zlib.compress(json.dumps(told).encode())
-        name = f"{self._number}/{who}"
-        self._names.append(name)
-        self._store.put(name, data)
+    def _put(self, who: int | str, message: Mapping[str, Any]) -> None:
+        data = zlib.compress(json.dumps(message).encode())
+        key = f"{self._number}/{who}"
+        self._keys.append(key)
+        self._store.put(key, data)
 
-    def _forget(self) -> None:
-        """All have come: whoever agrees on something has read what was said before."""
-        for name in self._older:
-            self._store.drop(name)
-        self._older = []
+    def _drop_older(self) -> None:
+        """Drop earlier agreements: a process that arrives at this one has read them."""
+        for key in self._older_keys:
+            self._store.drop(key)
+        self._older_keys = []
 
     def _get(self, who: int | str, timeout_s: float) -> dict[str, Any] | None:
         data = self._store.get(f"{self._number}/{who}", timeout_s)
         if data is None:
             return None
-        told: dict[str, Any] = json.loads(zlib.decompress(data))
-        return told
+        message: dict[str, Any] = json.loads(zlib.decompress(data))
+        return message
 
 
 def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _error(error: BaseException, rank: int) -> dict[str, Any]:
-    """An error as others are told of it."""
+def _encoded_error(error: BaseException, rank: int) -> dict[str, Any]:
+    """Return an error as a message to the other processes."""
     if isinstance(error, RankError):
         return {"text": str(error), "ranks": error.ranks}
     if isinstance(error, BudgetError):
@@ -388,7 +400,7 @@ def _error(error: BaseException, rank: int) -> dict[str, Any]:
     return {"text": f"rank {rank} failed: {type(error).__name__}: {error}", "ranks": [rank]}
 
 
-def _raised(told: Mapping[str, Any]) -> FxrematError:
-    if "least" in told:
-        return BudgetError(told["text"], least_budget_bytes=told["least"])
-    return RankError(told["text"], ranks=told["ranks"])
+def _decoded_error(message: Mapping[str, Any]) -> FxrematError:
+    if "least" in message:
+        return BudgetError(message["text"], least_budget_bytes=message["least"])
+    return RankError(message["text"], ranks=message["ranks"])

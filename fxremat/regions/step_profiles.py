@@ -10,7 +10,7 @@ from typing import Any
 from fxremat.graph.graph import Graph
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context import Correction, StepContext
-from fxremat.ranks.combine import Chosen, Seen, agreed_profiles, agreed_step
+from fxremat.ranks.combine import Chosen, MeasuredStep, agreed_profiles, agreed_step
 from fxremat.ranks.peers import Peers
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.solvers.knapsack import Call, Choice, peak_bytes
@@ -338,7 +338,7 @@ class StepProfiles:
         """
         if self._peers is None:
             return
-        own, latest = Seen(base_bytes), self.latest
+        own, latest = MeasuredStep(base_bytes), self.latest
         if latest is not None:
             own = replace(own, calls=self._described(latest.keys), profiles=latest.shared_profiles)
         most = agreed_profiles(self._peers, own)
@@ -367,10 +367,10 @@ class StepProfiles:
         keys = tuple(call.key for call in before)
         latest = self.find(keys)
         (begins,) = self._described((call.key,))
-        own = Seen(base_bytes, self._described(keys), begins=begins)
+        own = MeasuredStep(base_bytes, self._described(keys), begins=begins)
         if self.has_news and latest is not None:
             own = replace(own, profiles=latest.shared_profiles)
-        most = agreed_step(self._peers, own, settled=not self.has_news and fits)
+        most = agreed_step(self._peers, own, unchanged=not self.has_news and fits)
         self.has_news = False
         if most is None:
             return

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxremat import torch_compat
-from fxremat.capture.errors import refused
+from fxremat.capture.errors import capture_refusal
 from fxremat.capture.isolation import attributes_replaced
 from fxremat.capture.sample import Sample, places_of
 from fxremat.capture.unused_outputs import Unused, forward_of
@@ -177,7 +177,7 @@ def capture(
             return cause.found
         if isinstance(cause, FxrematError):
             raise cause from None
-        raise refused(model, cause) from error
+        raise capture_refusal(model, cause) from error
     raise CaptureError(
         f"{type(model).__name__} computes nothing with a gradient from this sample: there is no "
         "step to plan"

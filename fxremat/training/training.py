@@ -1,4 +1,4 @@
-"""One model that trains: its options, its loop with the budget, its graphs and its regions."""
+"""The owner of one model's training: its options, its loop with the budget, graphs and regions."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ from fxremat.ranks.peers import Peers
 from fxremat.regions.regions import Regions
 from fxremat.report.plan import Plan
 
-OWN = str(Path(__file__).parents[1])
+PACKAGE = str(Path(__file__).parents[1])
+"""The folder of this package's source."""
 
-_LIBRARY = str(Path(torch.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
 
-MOST_AGAIN = 8
-"""Steps in which a function is captured though its graph is known: then it runs as it is."""
+MOST_RECAPTURES = 8
+"""Steps in which code is captured again although its graph is cached, before it runs unplanned."""
 
 
-class PlannedOnly(BaseException):
-    """Raised by a compiled step that was asked to plan and not to run.
+class DryRunFinished(BaseException):
+    """Raised by a compiled graph in a dry run, in place of running.
 
-    No ``Exception``, so that no handler of the traced model can take it for its own.
+    It is not an ``Exception``, so that no handler in the traced model catches it.
     """
 
 
-class RefusedError(BaseException):
+class CaptureAborted(BaseException):
     """Raised by a capture in pieces that cannot be planned.
 
-    No ``Exception``: after one Dynamo would run on without the graph, unplanned and, where it has
-    collectives, out of step with other processes.
+    It is not an ``Exception``: Dynamo would catch that and run the code without the graph,
+    unplanned and, where the graph has collectives, out of step with other processes.
 
     Attributes:
-        error: why.
+        error: the error to raise to the user.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -63,43 +64,45 @@ class Training:
     """One model that trains under one budget.
 
     Attributes:
-        loop: the training loop around the model, which owns the budget.
-        options: the user's.
+        loop: the training loop of the model, which owns the budget.
+        options: the arguments of :func:`fxremat.compile`.
         progress: receives how far planning has come.
-        graphs: all that were captured so far, in order.
+        loss_needs: the measured needs of a loss outside the model; ``None``: steps show them.
+        graphs: the graphs that were captured so far, in order.
         latest: the graph and the plan of the call that ran last.
-        dry: compiled graphs raise :class:`PlannedOnly` instead of running.
-        asked_by: what owns this where no model does; it stays as long as this does.
-        kept: a saved plan that the first graph follows.
+        dry_run: whether compiled graphs raise :class:`DryRunFinished` instead of running.
+        owner: what owns this where no model does; this keeps it alive.
+        saved_plan: a saved plan that the first graph follows.
         store: the cache folder.
         regions: the graphs that one step runs, where it runs several.
-        no_symbols: a graph with symbols in place of sizes could not be followed, and runs as it is.
-        again: numbers of the steps in which code was captured though its graph was cached.
-        model: the class of the model.
-        trained: tensors that graphs compute a gradient of, by ``id``.
+        fixed_sizes: whether sizes must be numbers, as a graph with symbols could not be planned.
+        recaptures: the steps in which code was captured although its graph was cached, by code.
+        model_name: the name of the model's class.
+        differentiated: the tensors that graphs compute a gradient of, by ``id``.
     """
 
     loop: Loop
     options: Arguments
     progress: Progress
+    loss_needs: LossNeeds | None = None
     graphs: list[Graph] = field(default_factory=list)
     latest: tuple[Graph, CompiledPlan] | None = None
-    dry: bool = False
-    asked_by: object = None
-    kept: Plan | None = None
+    dry_run: bool = False
+    owner: object = None
+    saved_plan: Plan | None = None
     store: Store = field(default_factory=Store.of_environment)
     regions: Regions = field(init=False)
-    no_symbols: bool = False
-    again: dict[CodeType, set[int]] = field(default_factory=dict)
-    model: str = ""
-    trained: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    fixed_sizes: bool = False
+    recaptures: dict[CodeType, set[int]] = field(default_factory=dict)
+    model_name: str = ""
+    differentiated: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.regions = Regions(self.loop.peers)
 
     @staticmethod
     def of(
-        asked: Arguments,
+        options: Arguments,
         model: nn.Module,
         progress: Progress = silent,
         *,
@@ -107,61 +110,61 @@ class Training:
         needs: LossNeeds | None = None,
         target_bytes: tuple[int, ...] = (),
     ) -> Training:
-        """What plans steps as asked.
+        """Return the training of a model.
 
         Args:
-            asked: of the user.
-            model: whose parameters the optimizer steps.
-            progress: is told how far planning has come.
-            peers: processes that train the same model.
-            needs: of a loss outside the model, where it is known.
-            target_bytes: of each storage that the loss compares outputs with.
+            options: the arguments of :func:`fxremat.compile`.
+            model: the model whose parameters the optimizer steps.
+            progress: receives how far planning has come.
+            peers: the processes that train the same model.
+            needs: the measured needs of a loss outside the model.
+            target_bytes: the bytes of each storage that the loss compares outputs with.
 
         Raises:
-            ArgumentError: the optimizer's state cannot be found.
+            ArgumentError: the size of the optimizer's state cannot be determined.
         """
-        state = optimizer_bytes(asked.optimizers, model)
+        state = optimizer_bytes(options.optimizers, model)
         caller = Caller(
-            reserve_bytes=asked.reserve_bytes,
+            reserve_bytes=options.reserve_bytes,
             held_bytes=counted_state(state, model, None),
-            accumulate=asked.accumulate,
-            in_flight=asked.in_flight,
+            accumulate=options.accumulate,
+            in_flight=options.in_flight,
             loss_bytes=needs.nbytes if needs else None,
             loss_left_bytes=needs.left_bytes if needs else 0,
             loss_small_bytes=needs.small_bytes if needs else 0,
             target_bytes=target_bytes,
-            budget_on=asked.budget_on,
+            budget_on=options.budget_on,
         )
-        host = asked.host.limit if asked.host is not None else None
+        host = options.host.limit if options.host is not None else None
         hint = ". The state of an optimizer is not in these bytes: optimizer= counts it"
         budget = TrainingBudget(
-            asked.budget,
-            strict=asked.strict,
-            usual=asked.assume == "usual",
-            hint="" if asked.optimizers else hint,
+            options.budget,
+            strict=options.strict,
+            usual=options.assume == "usual",
+            hint="" if options.optimizers else hint,
         )
         loop = Loop(
             budget,
             caller,
-            asked.optimizers,
+            options.optimizers,
             host=host,
             peers=peers,
             state=state,
-            comparison=Comparison(asked.verify_bits),
+            comparison=Comparison(options.verify_bits),
         )
-        return Training(loop, asked, progress, kept=asked.kept)
+        return Training(loop, options, progress, needs, saved_plan=options.kept)
 
     @property
     def plans(self) -> list[CompiledPlan]:
-        """All plans in use."""
-        return list(
-            dict.fromkeys(own for graph in self.graphs for own in graph.calls.plans.values())
-        )
+        """The plans in use, each once."""
+        return [*self._graphs_by_plan()]
 
     def records(self) -> list[Plan]:
         """Return the records of all plans in use."""
-        each = {own: graph for graph in self.graphs for own in graph.calls.plans.values()}
-        return [record_of(self.loop, graph, own) for own, graph in each.items()]
+        return [record_of(self.loop, graph, own) for own, graph in self._graphs_by_plan().items()]
+
+    def _graphs_by_plan(self) -> dict[CompiledPlan, Graph]:
+        return {own: graph for graph in self.graphs for own in graph.calls.plans.values()}
 
     def latest_record(self) -> Plan:
         """Return the record of the plan that the latest call followed.
@@ -174,17 +177,19 @@ class Training:
         return record_of(self.loop, *self.latest)
 
     @property
-    def may_be_left(self) -> bool:
-        """Whether a graph that cannot be planned may run as it is: not where it is to be tried in
-        pieces, nor where other processes would have to leave it as well.
+    def may_run_unplanned(self) -> bool:
+        """Whether a graph that cannot be planned may run as it is.
+
+        It may not where the model is to be captured in pieces instead, nor where other processes
+        would have to run it unplanned as well.
         """
-        if self.options.fullgraph or self.loop.peers is not None or self.kept is not None:
+        if self.options.fullgraph or self.loop.peers is not None or self.saved_plan is not None:
             return False
-        return self.asked_by is not None or (self.regions.called and self.regions.several)
+        return self.owner is not None or (self.regions.called and self.regions.several)
 
     def reference(self) -> Callable[[], Training | None]:
-        """How what is compiled reaches this: without holding it, unless nobody else owns it."""
-        if self.asked_by is None:
+        """Return a function that returns this training, and holds it only where no model does."""
+        if self.owner is None:
             return weakref.ref(self)
 
         def held() -> Training:
@@ -192,47 +197,56 @@ class Training:
 
         return held
 
-    def refused(self, error: Exception) -> BaseException:
-        """What a capture raises for ``error``."""
-        if isinstance(error, CaptureError) and self.may_be_left:
+    def capture_error(self, error: Exception) -> BaseException:
+        """Return the exception that a capture raises for ``error``."""
+        if isinstance(error, CaptureError) and self.may_run_unplanned:
             return error
         in_pieces = self.regions.called and self.regions.several
-        return RefusedError(error) if in_pieces else error
+        return CaptureAborted(error) if in_pieces else error
 
-    def runs_as_it_is(self, code: CodeType) -> bool:
-        """Whether code is not captured any more, as that finds at each step what is known."""
-        return len(self.again.get(code, ())) >= MOST_AGAIN
+    def runs_unplanned(self, code: CodeType) -> bool:
+        """Return whether code is no longer captured, as each capture gives a cached graph."""
+        return len(self.recaptures.get(code, ())) >= MOST_RECAPTURES
 
-    def note_captured_again(self, code: CodeType | None) -> None:
-        """Note that code was captured though its graph is cached."""
-        if code is None or code.co_filename.startswith((_LIBRARY, OWN)):
-            return  # one code for all that is called through it
-        steps = self.again.setdefault(code, set())
+    def note_recapture(self, code: CodeType | None) -> None:
+        """Record that code was captured in this step although its graph is cached."""
+        if code is None or code.co_filename.startswith((_TORCH, PACKAGE)):
+            return  # this code calls any function of the user's
+        steps = self.recaptures.setdefault(code, set())
         steps.add(self.regions.steps)
-        if len(steps) == MOST_AGAIN:
+        if len(steps) == MOST_RECAPTURES:
             self.regions.warnings.warn_captured_again(
-                f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}", MOST_AGAIN
+                f"{code.co_filename}:{code.co_firstlineno}: {code.co_name}", MOST_RECAPTURES
             )
 
-    def refuse_parts(self, broken: str) -> None:
-        """Refuse what is asked for of a model that is captured whole.
+    def refuse_single_graph_options(self, broken: str) -> None:
+        """Refuse options that require a model that is captured as one graph.
 
         Args:
-            broken: why this one is not.
+            broken: why the model is captured in several graphs.
 
         Raises:
-            CaptureError: something is.
+            CaptureError: such an option was given.
         """
         self.regions.warnings.why = self.regions.warnings.why or broken
         several = "in_flight=" if self.options.in_flight > 1 else ""
-        asked = "plan=" if self.kept else several
-        if asked:
+        option = "plan=" if self.saved_plan else several
+        if option:
             raise CaptureError(
-                f"this model is captured in several graphs ({broken}), and {asked} is for one. "
-                f"Leave {asked} out, or take what breaks the graph out of the forward"
+                f"this model is captured in several graphs ({broken}), and {option} is for one. "
+                f"Leave {option} out, or take what breaks the graph out of the forward"
             )
 
+    def detaches_more_than(self, before: Training) -> bool:
+        """Return whether a parameter that had a gradient in steps of ``before`` has none in this.
+
+        Its gradient was zeros there, which an optimizer steps, unlike a gradient of ``None``.
+        """
+        if self.loss_needs is None or self.loss_needs.unused is None:
+            return False
+        return not before.regions.trained.keys() <= self.differentiated.keys()
+
     def close(self) -> None:
-        """Give host memory up: the graphs cannot run any more."""
-        for compiled in self.plans:
-            compiled.close()
+        """Free the host memory of all plans: their graphs cannot run any more."""
+        for plan in self.plans:
+            plan.close()

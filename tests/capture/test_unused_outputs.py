@@ -152,14 +152,14 @@ def test_their_gradient_lies_as_that_of_aot_eager_at_other_sizes():
         found = _gradients(model, call, x)
         reference = torch.compile(model, backend="aot_eager", dynamic=True)
         assert_bitwise_equal(found, _gradients(model, reference, x))
-    assert len(call._state.runner.training.graphs) == 2
+    assert len(call._training.graphs) == 2
 
 
 @pytest.mark.parametrize(("order", "count"), [((0, 2, 3, 1), 1), ((0, 1, 2, 3), 0)])
 def test_their_gradient_is_copied_only_into_another_layout(order: tuple[int, ...], count: int):
     loss = operator.itemgetter("loss")
     call = fxremat.compile(Weighed(order), torch.randn(4, 3, 32, 32), 1.0, loss=loss)
-    (graph,) = call._state.runner.training.graphs
+    (graph,) = call._training.graphs
     made = [node.target for node in graph.joint.backward]
     assert made.count(torch.ops.aten.clone.default) == count
     assert torch.ops.aten.add.Tensor not in made
@@ -230,7 +230,7 @@ def test_models_that_return_more_than_their_loss(name: str):
     entry = ZOO[name]
     model, call = compiled(entry, 1.0, input_gradients=True, loss=entry.loss)
     expected = run_step(entry, model, call, input_gradients=True)
-    assert call._state.runner.needs.unused is not None
+    assert call._training.loss_needs.unused is not None
     torch._dynamo.reset()
     eager = entry.build()
     for budget in ("min", 0.9):

@@ -216,7 +216,7 @@ def test_what_cannot_be_planned_whole_stays_in_pieces(monkeypatch: pytest.Monkey
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise fxremat.BudgetError("no room", least_budget_bytes=1)
 
-    monkeypatch.setattr("fxremat.module.compiled._started", refuse)
+    monkeypatch.setattr("fxremat.module.state.start", refuse)
     for _ in range(3):
         compiled(X).sum().backward()
         assert compiled._training.regions.several

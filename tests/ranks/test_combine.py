@@ -21,7 +21,7 @@ from fxremat.options.arguments import Arguments
 from fxremat.planner.context import Correction
 from fxremat.planner.context_bytes import ContextBytes
 from fxremat.ranks.combine import (
-    Seen,
+    MeasuredStep,
     agreed_context,
     agreed_corrections,
     agreed_costs,
@@ -86,7 +86,7 @@ def test_what_the_first_cannot_do_nobody_can() -> None:
 @pytest.mark.parametrize("failing", MEMBERS)
 def test_who_fails_on_the_way_is_named(failing: int) -> None:
     def run(peers: Peers, rank: int) -> int:
-        with peers.telling():
+        with peers.reporting_failures():
             if rank == failing:
                 raise PlanError("no")
             return peers.agree("a number", int, rank, lambda told: sum(told.values()))
@@ -220,12 +220,12 @@ def test_graphs_that_differ_in_more_than_places_of_shards_are_refused() -> None:
 def test_who_goes_on_as_before_only_says_so() -> None:
     def run(peers: Peers, rank: int) -> Any:
         def step(base_bytes: int, **options: Any) -> Any:
-            return agreed_step(peers, Seen(base_bytes, ("one",), begins="one"), **options)
+            return agreed_step(peers, MeasuredStep(base_bytes, ("one",), begins="one"), **options)
 
-        found = [step(rank, settled=True) for _ in range(3)]
-        return found, step(rank, settled=rank != 5), step(rank, settled=False)
+        found = [step(rank, unchanged=True) for _ in range(3)]
+        return found, step(rank, unchanged=rank != 5), step(rank, unchanged=False)
 
-    expected = Seen(8, ("one",), begins="one")
+    expected = MeasuredStep(8, ("one",), begins="one")
     assert list(outcomes(run).values()) == [([None] * 3, expected, expected)] * 3
 
 
@@ -233,7 +233,7 @@ def test_steps_that_go_on_as_before_leave_nothing_behind() -> None:
     def run(peers: Peers, rank: int) -> list[int]:
         kept = []
         for _ in range(40):
-            agreed_step(peers, Seen(rank, ("one",), begins="one"), settled=True)
+            agreed_step(peers, MeasuredStep(rank, ("one",), begins="one"), unchanged=True)
             lists = (own for own in vars(peers).values() if isinstance(own, list))
             kept.append(sum(map(len, lists)))
         return kept
@@ -245,7 +245,7 @@ def test_steps_that_go_on_as_before_leave_nothing_behind() -> None:
 def test_what_some_have_seen_of_a_step_all_know() -> None:
     def run(peers: Peers, rank: int) -> Any:
         levels = () if rank == 3 else ((rank, 1, 2, 3),)
-        return agreed_step(peers, Seen(1, ("one",), levels, "one"), settled=False)
+        return agreed_step(peers, MeasuredStep(1, ("one",), levels, "one"), unchanged=False)
 
     assert {found.profiles for found in outcomes(run).values()} == {((8, 1, 2, 3),)}
 
@@ -255,8 +255,8 @@ def test_what_some_have_seen_of_a_step_all_know() -> None:
 def test_other_calls_are_refused_by_all(settled: bool, calls: tuple[str, ...]) -> None:
     def run(peers: Peers, rank: int) -> Any:
         begins = "other" if rank == 5 and len(calls) == 1 else "one"
-        own = Seen(1, calls if rank == 5 else ("one",), begins=begins)
-        return agreed_step(peers, own, settled=settled)
+        own = MeasuredStep(1, calls if rank == 5 else ("one",), begins=begins)
+        return agreed_step(peers, own, unchanged=settled)
 
     for error in outcomes(run).values():
         assert isinstance(error, RankError) and error.ranks == (5,)
@@ -266,7 +266,7 @@ def test_nobody_waits_for_one_that_has_something_else_to_say() -> None:
     def run(peers: Peers, rank: int) -> Any:
         if rank == 8:
             return agreed_context(peers, "one")
-        return agreed_step(peers, Seen(1), settled=True)
+        return agreed_step(peers, MeasuredStep(1), unchanged=True)
 
     began = time.monotonic()
     for error in outcomes(run, timeout_s=60.0).values():
@@ -276,7 +276,7 @@ def test_nobody_waits_for_one_that_has_something_else_to_say() -> None:
 
 def test_who_does_not_come_to_a_step_is_named() -> None:
     def run(peers: Peers, _rank: int) -> Any:
-        return agreed_step(peers, Seen(1), settled=True)
+        return agreed_step(peers, MeasuredStep(1), unchanged=True)
 
     for error in outcomes(run, come=(3, 5), timeout_s=0.5).values():
         assert isinstance(error, RankError) and error.ranks == (8,)
@@ -285,12 +285,12 @@ def test_who_does_not_come_to_a_step_is_named() -> None:
 def test_the_most_that_was_seen_of_the_same_calls() -> None:
     def run(peers: Peers, rank: int) -> Any:
         calls = ("one",) if rank != 8 else ("other",)
-        alike = agreed_profiles(peers, Seen(rank, ("one",), ((rank, 1, 2, 3),)))
-        return alike, agreed_profiles(peers, Seen(rank, calls, ((rank, 1, 2, 3),)))
+        alike = agreed_profiles(peers, MeasuredStep(rank, ("one",), ((rank, 1, 2, 3),)))
+        return alike, agreed_profiles(peers, MeasuredStep(rank, calls, ((rank, 1, 2, 3),)))
 
     for alike, unlike in outcomes(run).values():
-        assert alike == Seen(8, ("one",), ((8, 1, 2, 3),))
-        assert unlike == Seen(8)
+        assert alike == MeasuredStep(8, ("one",), ((8, 1, 2, 3),))
+        assert unlike == MeasuredStep(8)
 
 
 def test_lessons_of_all_are_learned_by_all() -> None:

@@ -27,7 +27,7 @@ from fxremat.errors import (
     CaptureError,
     GraphBreakWarning,
 )
-from fxremat.module.backend import _compilers
+from fxremat.module.backend import _trainings
 from tests.models.zoo import seeded
 
 LAYERS, ROWS, WIDTH = 12, 256, 64
@@ -293,7 +293,7 @@ def test_what_cannot_be_captured_in_a_step_ends_it() -> None:
     with pytest.raises(Exception, match="not now") as caught:
         compiled(x)
     failing.fails = False  # type: ignore[attr-defined]
-    regions = _compilers[id(options)].regions
+    regions = _trainings[id(options)].regions
     before = regions.steps
     gradients(model, compiled, x)
     assert regions.steps == before + 1
