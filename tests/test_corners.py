@@ -132,7 +132,7 @@ def test_a_sparse_target_counts():
         return (output - expected.shape[0]).square().mean()
 
     nbytes = [
-        least_bytes(model, x, loss=squares, target=torch.eye(64)[:rows].to_sparse())
+        least_bytes(model, x, loss=fxremat.Loss(squares, torch.eye(64)[:rows].to_sparse()))
         for rows in (8, 64)
     ]
     assert nbytes[1] - nbytes[0] == 56 * (2 * 8 + 4)

@@ -138,7 +138,7 @@ def test_a_lease_ends_with_the_last_tensor_on_it():
 def test_the_limit_counts_all_steps_that_overlap():
     arena = Arena(8 * KIB, device=CPU, limit=HostLimit(20 * KIB))
     held = [arena.open(), arena.open()]
-    with pytest.raises(HostMemoryError, match=r"while 2 others .* 24.0 KiB .*host_limit=") as info:
+    with pytest.raises(HostMemoryError, match=r"while 2 others .* 24.0 KiB .*limit=") as info:
         arena.open()
     assert info.value.asked_bytes == 24 * KIB
     held.pop()
@@ -163,7 +163,7 @@ def test_arenas_of_a_module_keep_to_one_limit_together():
     small = Arena(4 * KIB, device=CPU, limit=limit)
     large = Arena(12 * KIB, device=CPU, limit=limit)
     used = small.open()
-    with pytest.raises(HostMemoryError, match=r"others .* 24.0 KiB .*host_limit="):
+    with pytest.raises(HostMemoryError, match=r"others .* 24.0 KiB .*limit="):
         held = [large.open(), small.open(), small.open()]
     held = [large.open()]
     assert limit.lent_bytes == 16 * KIB
@@ -179,7 +179,7 @@ def test_arenas_of_a_module_keep_to_one_limit_together():
 
 
 def test_a_limit_below_the_need_is_an_error_when_made():
-    message = r"needs 8.0 KiB \(8192 bytes\) .* host_limit= allows 8.0 KiB \(8191\)"
+    message = r"needs 8.0 KiB \(8192 bytes\) .* HostMemory\(limit=\) allows 8.0 KiB \(8191\)"
     with pytest.raises(HostMemoryError, match=message) as info:
         Arena(8 * KIB, device=CPU, limit=HostLimit(8 * KIB - 1))
     assert info.value.asked_bytes == 8 * KIB
@@ -303,7 +303,7 @@ def test_without_fallocate_zeros_are_written(tmp_path: Path, monkeypatch: pytest
 
 def test_a_full_disk_is_an_error_when_made(tmp_path: Path):
     nbytes = 1 << 60
-    with pytest.raises(HostMemoryError, match=rf"{tmp_path}: .*host_dir=.*host_limit=") as info:
+    with pytest.raises(HostMemoryError, match=rf"{tmp_path}: .*folder=.*limit=") as info:
         Arena(nbytes, device=CPU, host_dir=tmp_path)
     assert info.value.asked_bytes == nbytes
     assert not list(tmp_path.iterdir())
@@ -328,7 +328,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path):
     file = tmp_path / "file"
     file.touch()
     for folder in (tmp_path / "nowhere", file):
-        with pytest.raises(HostMemoryError, match=f"as a file in {folder}.*host_dir="):
+        with pytest.raises(HostMemoryError, match=f"as a file in {folder}.*folder="):
             Arena(KIB, device=CPU, host_dir=folder)
 
 
@@ -365,14 +365,14 @@ def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(memory, "_forget_error", lambda device: None)
     device = torch.device("cuda", 0)
-    message = r"pinned host memory of 8.0 KiB cannot be had: .* error 2.*host_limit="
+    message = r"pinned host memory of 8.0 KiB cannot be had: .* error 2.*limit="
     with pytest.raises(HostMemoryError, match=message) as info:
         memory.pinned_memory(8 * KIB, device=device)
     assert info.value.asked_bytes == 8 * KIB
-    with pytest.raises(HostMemoryError, match=r"the machine has .*host_limit="):
+    with pytest.raises(HostMemoryError, match=r"the machine has .*limit="):
         memory.pinned_memory(1 << 60, device=device)
     monkeypatch.setattr(memory, "memory_limits", lambda: iter([(4 * KIB, "the control group")]))
-    with pytest.raises(HostMemoryError, match=r"the control group has 4.0 KiB.*host_limit="):
+    with pytest.raises(HostMemoryError, match=r"the control group has 4.0 KiB.*limit="):
         memory.pinned_memory(8 * KIB, device=device)
 
 
