@@ -45,7 +45,7 @@ from benchmarks.ablation_ways import (
 )
 from benchmarks.common import rows_but, save, show
 from benchmarks.steps import entry_of, planned
-from fxremat.planner.transfers import HostMemory, Transfers
+from fxremat.planner.transfers.transfers import HostMemory, Transfers
 
 MODELS = (
     "gpt16",

@@ -12,15 +12,16 @@ import numpy as np
 from torch._functorch._activation_checkpointing import knapsack
 
 from benchmarks.quality import captured
-from fxremat.costs.options import find_options
 from fxremat.ir import Backward, Forward, Keep, MeasuredLink, Problem, Schedule, Solved
 from fxremat.ir.schedule import coded
-from fxremat.planner import bases, search
-from fxremat.planner.candidates import Candidate, Pool
-from fxremat.planner.context_bytes import Caller, context_bytes_of
-from fxremat.planner.generators import Generator, chain_schedules
-from fxremat.planner.search import GENERATORS, Search, generators_of
-from fxremat.planner.transfers import HostMemory, Transfers
+from fxremat.planner.context.context_bytes import Caller, context_bytes_of
+from fxremat.planner.decision.candidates import Candidate, Pool
+from fxremat.planner.decision.save_options import find_options
+from fxremat.planner.search import search
+from fxremat.planner.search.generators import Generator, chain_schedules
+from fxremat.planner.search.search import GENERATORS, Search, generators_of
+from fxremat.planner.transfers import bases
+from fxremat.planner.transfers.transfers import HostMemory, Transfers
 from fxremat.progress import silent
 from fxremat.solvers.named import solve
 from tests.harness import Captured, periodic

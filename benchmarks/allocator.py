@@ -21,11 +21,11 @@ import torch
 
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of
-from fxremat.planner import allocations
-from fxremat.planner.allocations import Allocated, Allocations, Requests, requests_of_step
-from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.search import Search
+from fxremat.planner.allocator import allocations
+from fxremat.planner.allocator.allocations import Allocated, Allocations, Requests, requests_of_step
+from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.decision.candidates import Candidate
+from fxremat.planner.search.search import Search
 from fxremat.progress import silent
 from fxremat.units import format_bytes
 from tests.harness import capture

@@ -21,7 +21,7 @@ import fxremat
 from benchmarks.common import Spread, save, show
 from benchmarks.many_sizes import batch_of
 from benchmarks.steps import entry_of
-from fxremat.planner.context import StepContext
+from fxremat.planner.context.step_context import StepContext
 from fxremat.planning.planner import later_plan
 
 MODELS = ("gpt16", "llama16", "gpt48_narrow", "gpt96_narrow")

@@ -17,8 +17,8 @@ import torch
 from benchmarks.ablation import BUDGETS, MODELS, MUCH
 from benchmarks.ablation_ways import Case
 from benchmarks.common import save, show
-from fxremat.planner import bound
-from fxremat.planner.candidates import Pool
+from fxremat.planner.decision.candidates import Pool
+from fxremat.planner.search import bound
 
 CLIMBS = 60
 """Schedules of a pool from which local search sets out."""

@@ -23,10 +23,10 @@ from benchmarks.steps import entry_of
 from benchmarks.unit_joins import figure_7
 from fxremat.costs.measure import seconds_of
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.generators import Generator, chain_schedules
-from fxremat.planner.join import equivalent_schedules
-from fxremat.planner.search import GENERATORS, Search
+from fxremat.planner.decision.candidates import Candidate
+from fxremat.planner.search.generators import Generator, chain_schedules
+from fxremat.planner.search.join import equivalent_schedules
+from fxremat.planner.search.search import GENERATORS, Search
 from fxremat.progress import silent
 from fxremat.units import format_bytes
 from tests.harness import Captured, capture

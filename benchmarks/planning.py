@@ -28,9 +28,9 @@ from benchmarks.steps import entry_of, planned
 from fxremat.compiler import compiler
 from fxremat.costs.cache import COSTS
 from fxremat.graph import graph
-from fxremat.planner.evaluator import Evaluator
-from fxremat.planner.extract import EVALUATIONS
-from fxremat.planner.search import Search
+from fxremat.planner.replay.extract import EVALUATIONS
+from fxremat.planner.search.evaluator import Evaluator
+from fxremat.planner.search.search import Search
 from fxremat.planning import planner
 
 MODELS = (

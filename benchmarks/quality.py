@@ -22,8 +22,8 @@ from benchmarks.steps import entry_of
 from fxremat.costs.cost import Measured
 from fxremat.ir import RecordedCosts
 from fxremat.passes.joint.digest import digest
-from fxremat.planner.context_bytes import Caller, context_bytes_of
-from fxremat.planner.search import Search
+from fxremat.planner.context.context_bytes import Caller, context_bytes_of
+from fxremat.planner.search.search import Search
 from fxremat.progress import silent
 from fxremat.report.codec import decode, encode
 from tests.harness import Captured, capture

@@ -17,7 +17,7 @@ from torch import distributed
 
 from benchmarks.common import save, show
 from fxremat.ir import Origin, RecordedCosts, StageSeconds
-from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.context.context_bytes import ContextBytes
 from fxremat.ranks.combine import agreed_costs
 from fxremat.ranks.peers import Peers
 from fxremat.torch_compat import SharedStore

@@ -30,9 +30,9 @@ from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, Values
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.resize import resize
-from fxremat.planner.context_bytes import Caller, context_bytes_of
-from fxremat.planner.resized import search_at
-from fxremat.planner.search import Search
+from fxremat.planner.context.context_bytes import Caller, context_bytes_of
+from fxremat.planner.search.resized import search_at
+from fxremat.planner.search.search import Search
 from fxremat.progress import silent
 from tests.harness import Captured
 from tests.sized import capture_sized, tensors_in

@@ -23,7 +23,12 @@ import torch
 
 from benchmarks.allocator import RULES, SHARES, larger, search_of
 from benchmarks.common import save, show
-from fxremat.planner.allocations import Allocations, Requests, replay_requests, requests_of_step
+from fxremat.planner.allocator.allocations import (
+    Allocations,
+    Requests,
+    replay_requests,
+    requests_of_step,
+)
 from fxremat.units import format_bytes
 
 MODELS = ("gpt16", "llama8", "hf_gpt2", "hf_t5", "hf_vit", "resnet50", "unet", "siamese")

@@ -26,7 +26,7 @@ from fxremat.options.loss import Loss, LossFunction
 from fxremat.options.readers import Assume, Executor, Optimizers, read_bool, read_plan
 from fxremat.options.table import OPTIONS, former_refused
 from fxremat.options.values import Bits, BitsKind, HostMemory, What
-from fxremat.planner.effort import Effort
+from fxremat.planner.decision.effort import Effort
 from fxremat.planning.choose import usual_context
 from fxremat.progress import shown
 from fxremat.ranks.peers import Peers, Ranks

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import Measured, measure_line, stage_blocks
-from fxremat.costs.options import Options, find_options
 from fxremat.ir import Backward, Decision, Forward, Keep, Schedule, StageSeconds, Tensors
 from fxremat.passes.contract import PassConfig
 from fxremat.passes.emit.code import Emitted
@@ -32,13 +31,15 @@ from fxremat.passes.pipeline import run_passes
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.step_graph import StepGraph
-from fxremat.planner import bases, candidates
-from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of
-from fxremat.planner.evaluator import Evaluator, carried_out
-from fxremat.planner.footprints import Footprints
-from fxremat.planner.generators import Generator
-from fxremat.planner.search import GENERATORS, Search
+from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.allocator.footprints import Footprints
+from fxremat.planner.context.context_bytes import Caller, ContextBytes, context_bytes_of
+from fxremat.planner.decision import candidates
+from fxremat.planner.decision.save_options import Options, find_options
+from fxremat.planner.search.evaluator import Evaluator, carried_out
+from fxremat.planner.search.generators import Generator
+from fxremat.planner.search.search import GENERATORS, Search
+from fxremat.planner.transfers import bases
 from fxremat.progress import silent
 from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fxremat
 from fxremat import torch_compat
 from fxremat.errors import BudgetError, BudgetWarning, GraphBreakWarning
-from fxremat.planner.context_bytes import SCALARS
+from fxremat.planner.context.context_bytes import SCALARS
 from fxremat.runtime.steps import SCALAR_BYTES
 from tests.models.zoo import seeded
 

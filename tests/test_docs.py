@@ -17,7 +17,7 @@ import pytest
 
 import fxremat
 from fxremat.options.table import OPTIONS
-from fxremat.planner.search import GENERATORS_BY_NAME
+from fxremat.planner.search.search import GENERATORS_BY_NAME
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

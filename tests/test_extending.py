@@ -13,7 +13,7 @@ from fxremat.passes import pipeline
 from fxremat.passes.contract import PassConfig
 from fxremat.passes.pipeline import PASSES, run_passes
 from fxremat.passes.step_graph import StepGraph
-from fxremat.planner.search import GENERATORS_BY_NAME
+from fxremat.planner.search.search import GENERATORS_BY_NAME
 from tests.harness import capture
 from tests.models.bits import bitwise_equal
 from tests.test_docs import ROOT, python_of

@@ -19,7 +19,7 @@ from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import Measured, boundary_after, measure_line, stage_blocks
 from fxremat.costs.measure import resident_bytes
 from fxremat.passes.stages.block import BlockCache
-from fxremat.planner.footprints import requests_of, steps_of
+from fxremat.planner.allocator.footprints import requests_of, steps_of
 from fxremat.progress import silent
 from fxremat.report.plan import Plan
 from tests.harness import captured, search_quickly

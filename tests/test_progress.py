@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.planner.search import GENERATORS
+from fxremat.planner.search.search import GENERATORS
 from fxremat.progress import CAPTURE, MEASURE, PLAN, WRITE, shown, silent
 
 SECONDS = re.compile(r"^(.+): \d+\.\d s$")

@@ -91,7 +91,7 @@ def test_what_is_not_committed_counts(name: str, quiet: Repository) -> None:
 
 
 def test_other_files_do_not_count(quiet: Repository) -> None:
-    quiet.change("fxremat/planner/search.py", after_s=3 * DAYS * DAY_S)
+    quiet.change("fxremat/planner/search/search.py", after_s=3 * DAYS * DAY_S)
     (quiet.root / "README.md").write_text("of the work tree\n")
     assert not have_changed(quiet.root)
 

@@ -18,10 +18,10 @@ from torch import Tensor, fx, nn
 from fxremat.costs.cost import Measured, StageSeconds
 from fxremat.ir import Solved
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.generators import chain_schedules
-from fxremat.planner.join import equivalent_schedules, join_schedules
-from fxremat.planner.search import Search
+from fxremat.planner.decision.candidates import Candidate
+from fxremat.planner.search.generators import chain_schedules
+from fxremat.planner.search.join import equivalent_schedules, join_schedules
+from fxremat.planner.search.search import Search
 from fxremat.progress import silent
 from tests.harness import Captured, bare, capture
 from tests.reference.join_units import UnitTable

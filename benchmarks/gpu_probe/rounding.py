@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu_probe.probe import Finding, Probe
 from fxremat import torch_compat
-from fxremat.planner.allocator import AllocatorSettings, CachingAllocator
+from fxremat.planner.allocator.allocator import AllocatorSettings, CachingAllocator
 from fxremat.units import format_bytes
 
 MIB = 1 << 20

@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.papers.measured import DEVICES, Device, Work, work_of
 from benchmarks.steps import static_bytes
 from fxremat.ir import MeasuredLink
-from fxremat.planner.search import Search
-from fxremat.planner.transfers import HostMemory, Transfers
+from fxremat.planner.search.search import Search
+from fxremat.planner.transfers.transfers import HostMemory, Transfers
 from fxremat.progress import silent
 from tests.harness import capture
 from tests.models.zoo import ZooModel

@@ -21,10 +21,10 @@ from fxremat.ir import Origin
 from fxremat.ir.recorded import Facts
 from fxremat.passes.joint.digest import Digests
 from fxremat.passes.pipeline import added_passes
-from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.context_bytes import Caller, ContextBytes
-from fxremat.planner.effort import DEFAULT_GENERATORS
-from fxremat.planner.transfers import HostMemory
+from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.context.context_bytes import Caller, ContextBytes
+from fxremat.planner.decision.effort import DEFAULT_GENERATORS
+from fxremat.planner.transfers.transfers import HostMemory
 
 
 def origin_of_costs(

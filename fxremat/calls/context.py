@@ -14,7 +14,7 @@ from fxremat.graph.graph import Graph
 from fxremat.loop.loop import Loop
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.passes.joint.sizes import Values, evaluated
-from fxremat.planner.context import StepContext
+from fxremat.planner.context.step_context import StepContext
 from fxremat.planning.choose import share_in_flight
 from fxremat.runtime.gradients import adds, leaves_among, with_gradients
 

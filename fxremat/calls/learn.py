@@ -13,8 +13,8 @@ from fxremat.graph.graph import Graph
 from fxremat.graph.pools import room_bytes
 from fxremat.graph.shortfall import excess_bytes, warn
 from fxremat.loop.loop import Loop
-from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
-from fxremat.planner.context_bytes import SCALARS, ContextBytes
+from fxremat.planner.context.context_bytes import SCALARS, ContextBytes
+from fxremat.planner.context.step_context import NO_CORRECTION, Correction, StepContext
 from fxremat.planning.choose import fits
 from fxremat.progress import LOG
 from fxremat.runtime.profile import MemoryProfile

@@ -18,7 +18,7 @@ from fxremat.graph.graph import Graph
 from fxremat.graph.shortfall import Shortfall, excess_bytes, warn
 from fxremat.loop.loop import Loop
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.context import StepContext
+from fxremat.planner.context.step_context import StepContext
 from fxremat.planning.choose import fits, resolve_again
 from fxremat.planning.largest_size import advised
 from fxremat.planning.planner import grow_budget, later_plan, shortfall_of

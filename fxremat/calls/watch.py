@@ -26,7 +26,7 @@ from fxremat.loop.loop import Loop
 from fxremat.loop.outside import FIRST
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.parts import Parts
-from fxremat.planner.context import StepContext
+from fxremat.planner.context.step_context import StepContext
 from fxremat.ranks.combine import AGREED
 from fxremat.regions.regions import Regions
 from fxremat.runtime.counted import Count

@@ -19,7 +19,7 @@ from fxremat.graph.forms import PlanOptions
 from fxremat.graph.graph import Graph
 from fxremat.graph.signature import results_of
 from fxremat.loop.optimizer_state import counted_state
-from fxremat.planner.context_bytes import Caller
+from fxremat.planner.context.context_bytes import Caller
 from fxremat.progress import LOG
 from fxremat.ranks.peers import Peers
 from fxremat.regions.warnings import NOT_CAPTURED

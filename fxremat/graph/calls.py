@@ -10,7 +10,7 @@ from typing import Any
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.parts import Parts
-from fxremat.planner.context import StepContext
+from fxremat.planner.context.step_context import StepContext
 from fxremat.runtime.gradients import Contributors
 
 MOST_PLANS = 512

@@ -14,7 +14,7 @@ from fxremat.passes.emit.code import Around, Emitted
 from fxremat.passes.joint.sizes import Sizes, Values
 from fxremat.passes.split.beside import Beside
 from fxremat.passes.split.parts import Parts
-from fxremat.planner.context import StepContext
+from fxremat.planner.context.step_context import StepContext
 from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
+from fxremat.planner.context.step_context import NO_CORRECTION, Correction, StepContext
 
 MOST_WATCHED = 2
 """How many sizes steps are watched at: what a loss takes at others is computed from these."""

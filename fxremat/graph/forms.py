@@ -14,12 +14,12 @@ from fxremat.passes.split.beside import parts_of
 from fxremat.passes.split.losses import has_losses
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.allocations import crowded
-from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.effort import DEFAULT_GENERATORS
-from fxremat.planner.search import Search
-from fxremat.planner.transfers import HostMemory
+from fxremat.planner.allocator.allocations import crowded
+from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.decision.candidates import Candidate
+from fxremat.planner.decision.effort import DEFAULT_GENERATORS
+from fxremat.planner.search.search import Search
+from fxremat.planner.transfers.transfers import HostMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from fxremat.ir import TRACED, Form, MeasuredLink
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.split.losses import largest_gradient_bytes
 from fxremat.passes.split.parts import Parts
-from fxremat.planner.allocations import settings_of
-from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.context import StepContext
-from fxremat.planner.search import Search, generators_of
-from fxremat.planner.transfers import HostMemory, Transfers
+from fxremat.planner.allocator.allocations import settings_of
+from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.context.step_context import StepContext
+from fxremat.planner.search.search import Search, generators_of
+from fxremat.planner.transfers.transfers import HostMemory, Transfers
 
 MUCH_SLOWER = 1.2
 """Forms in parts are searched where a plan takes this many times the seconds of everything kept."""

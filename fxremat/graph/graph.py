@@ -45,9 +45,7 @@ from fxremat.passes.split.run import Looks
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.step_graph import StepGraph
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.context import StepContext
-from fxremat.planner.context_bytes import (
+from fxremat.planner.context.context_bytes import (
     Caller,
     ContextBytes,
     context_bytes_of,
@@ -55,6 +53,8 @@ from fxremat.planner.context_bytes import (
     own_gradients,
     settled,
 )
+from fxremat.planner.context.step_context import StepContext
+from fxremat.planner.decision.candidates import Candidate
 from fxremat.progress import LOG, Progress, silent
 from fxremat.ranks.combine import agreed_costs, agreed_speeds
 from fxremat.ranks.peers import Peers

@@ -16,9 +16,9 @@ from fxremat.ir import Move, Request
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.allocations import HELD_ON, requests_of_step
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.footprints import WORKSPACE, Footprints
+from fxremat.planner.allocator.allocations import HELD_ON, requests_of_step
+from fxremat.planner.allocator.footprints import WORKSPACE, Footprints
+from fxremat.planner.context.context_bytes import ContextBytes
 from fxremat.report.memory import Kind, Life, StepMemory, Tensor
 from fxremat.report.modules import common_module
 

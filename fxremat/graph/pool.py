@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from fxremat.costs.cost import Measured
 from fxremat.graph.memory_record import describe_peak
 from fxremat.ir import Form, RecordedCosts
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.resized import search_at
-from fxremat.planner.search import Search
-from fxremat.planner.transfers import Transfers
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.decision.candidates import Candidate
+from fxremat.planner.search.resized import search_at
+from fxremat.planner.search.search import Search
+from fxremat.planner.transfers.transfers import Transfers
 from fxremat.report.frontier import Frontier, frontier_of
 
 FASTER = 0.9

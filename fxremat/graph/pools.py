@@ -21,8 +21,8 @@ from fxremat.graph.further import (
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool, least_of
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.context import StepContext
-from fxremat.planner.resized import least_bytes_at
+from fxremat.planner.context.step_context import StepContext
+from fxremat.planner.search.resized import least_bytes_at
 
 
 def pools(

@@ -10,7 +10,7 @@ from fxremat.graph.pool import Pool
 from fxremat.ir import Form, Origin
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.context.context_bytes import ContextBytes
 
 
 @dataclass(slots=True)

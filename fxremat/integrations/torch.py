@@ -12,8 +12,8 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.costs.alone import alone_s
 from fxremat.costs.cache import CostCache
-from fxremat.costs.options import Numbers, Operation, fastest_within
 from fxremat.errors import FxrematError, refuse
+from fxremat.planner.decision.save_options import Numbers, Operation, fastest_within
 from fxremat.torch_compat import Partition
 
 UNITS = 1 << 40

@@ -22,7 +22,7 @@ from fxremat.loop.optimizers import Optimizers
 from fxremat.loop.outside import Outside
 from fxremat.options.budget import TrainingBudget
 from fxremat.passes.joint.graph import allocated_bytes
-from fxremat.planner.context_bytes import Caller, spread_gradient_bytes
+from fxremat.planner.context.context_bytes import Caller, spread_gradient_bytes
 from fxremat.ranks.peers import Peers
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.profile import Watcher

@@ -14,7 +14,7 @@ import torch
 from fxremat import torch_compat
 from fxremat.graph.shortfall import excess_bytes, warn
 from fxremat.options.budget import TrainingBudget
-from fxremat.planner.context_bytes import SCALARS
+from fxremat.planner.context.context_bytes import SCALARS
 from fxremat.runtime.profile import WATCH_EVERY
 from fxremat.runtime.steps import SCALAR_BYTES
 from fxremat.units import format_bytes

@@ -21,7 +21,7 @@ from fxremat.capture.unused_outputs import Unused, forward_of, refuse_gradients
 from fxremat.compiler.entry import Backend, Entry, SeparateCapture, trace_only
 from fxremat.costs.measure import device_of
 from fxremat.errors import CaptureError, CostError, FxrematError
-from fxremat.planner.context_bytes import model_bytes
+from fxremat.planner.context.context_bytes import model_bytes
 from fxremat.runtime import cuda_graph
 from fxremat.training.training import CaptureAborted, DryRunFinished, Training
 

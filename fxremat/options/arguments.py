@@ -20,8 +20,8 @@ from fxremat.options.plain import gathered
 from fxremat.options.readers import READERS, Assume, Executor, Optimizer
 from fxremat.options.table import BACKEND, OPTIONS, names_of, refuse_former
 from fxremat.options.values import Bits
-from fxremat.planner.effort import Effort
-from fxremat.planner.transfers import HostMemory
+from fxremat.planner.decision.effort import Effort
+from fxremat.planner.transfers.transfers import HostMemory
 from fxremat.ranks.peers import Ranks
 from fxremat.report.plan import Plan
 from fxremat.units import Counted, format_bytes

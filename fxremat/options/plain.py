@@ -10,7 +10,7 @@ from fxremat.errors import ArgumentError, refuse
 from fxremat.options.loss import Loss
 from fxremat.options.table import BUDGET, OPTIONS, Field, Option, refuse_former
 from fxremat.options.values import Bits, HostMemory
-from fxremat.planner.effort import Effort
+from fxremat.planner.decision.effort import Effort
 
 CLASSES: Mapping[str, Callable[..., Any]] = {
     "loss": Loss,

@@ -16,9 +16,9 @@ import torch
 from fxremat.errors import refuse
 from fxremat.options.loss import Loss
 from fxremat.options.values import Bits, HostMemory, read_bytes
-from fxremat.planner import transfers
-from fxremat.planner.effort import Effort
-from fxremat.planner.search import GENERATORS_BY_NAME
+from fxremat.planner.decision.effort import Effort
+from fxremat.planner.search.search import GENERATORS_BY_NAME
+from fxremat.planner.transfers import transfers
 from fxremat.ranks.peers import Ranks
 from fxremat.report.plan import Plan
 

@@ -11,8 +11,8 @@ from fxremat.graph.pool import Pool, below_s, fastest, frontier_over, least_of
 from fxremat.graph.pools import pools
 from fxremat.graph.shortfall import growth
 from fxremat.options.budget import Budget, TrainingBudget
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.context import StepContext
+from fxremat.planner.context.step_context import StepContext
+from fxremat.planner.decision.candidates import Candidate
 from fxremat.planning.usual import usual_loop
 from fxremat.progress import LOG
 from fxremat.report.frontier import Frontier

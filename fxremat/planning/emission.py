@@ -21,11 +21,11 @@ from fxremat.passes.joint.sizes import Sizes, Values
 from fxremat.passes.split.parts import Parts
 from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.candidates import Evaluation
-from fxremat.planner.context import StepContext
-from fxremat.planner.evaluator import carried_out
-from fxremat.planner.moves import replay
-from fxremat.planner.transfers import HostMemory
+from fxremat.planner.context.step_context import StepContext
+from fxremat.planner.decision.candidates import Evaluation
+from fxremat.planner.decision.moves import replay
+from fxremat.planner.search.evaluator import carried_out
+from fxremat.planner.transfers.transfers import HostMemory
 from fxremat.planning.choose import Chosen
 from fxremat.report.facts import Fused
 from fxremat.report.memory import Kind, Outline, StepMemory

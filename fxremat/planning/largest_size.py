@@ -19,7 +19,7 @@ from fxremat.graph.dimensions import (
 from fxremat.graph.graph import Graph
 from fxremat.graph.pools import all_pools, least_bytes, least_bytes_from_scratch, rough_least_bytes
 from fxremat.options.budget import TrainingBudget
-from fxremat.planner.context import StepContext
+from fxremat.planner.context.step_context import StepContext
 
 CLOSE = 256
 """What takes long to find of a size is asked until the answer is off by its so-manieth at most."""

@@ -18,7 +18,7 @@ from fxremat.graph.variant import Variant
 from fxremat.ir import Origin
 from fxremat.options.budget import TrainingBudget
 from fxremat.passes.emit.rewrite import BlockModules
-from fxremat.planner.context import StepContext
+from fxremat.planner.context.step_context import StepContext
 from fxremat.planning.choose import LEAST, budget_contexts, choose, usual_context
 from fxremat.planning.emission import carry_out, emit, follow
 from fxremat.planning.largest_size import advised

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from fxremat.graph.graph import Graph
-from fxremat.planner.context import StepContext
-from fxremat.planner.context_bytes import made_outputs
+from fxremat.planner.context.context_bytes import made_outputs
+from fxremat.planner.context.step_context import StepContext
 from fxremat.report.memory import Kind
 from fxremat.runtime.steps import SCALAR_BYTES
 

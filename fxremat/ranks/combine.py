@@ -14,8 +14,8 @@ from fxremat.costs.collectives import Speeds
 from fxremat.errors import RankError
 from fxremat.ir import MeasuredLink, Origin, RecordedCosts
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.context import NO_CORRECTION, Correction
-from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.context.step_context import NO_CORRECTION, Correction
 from fxremat.ranks.peers import Peers
 from fxremat.solvers.knapsack import Choice
 

@@ -12,8 +12,8 @@ from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool
 from fxremat.graph.pools import least_bytes
 from fxremat.options.budget import Budget
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.context import Correction, StepContext
+from fxremat.planner.context.step_context import Correction, StepContext
+from fxremat.planner.decision.candidates import Candidate
 from fxremat.progress import LOG
 from fxremat.ranks.combine import Chosen
 from fxremat.solvers import knapsack

@@ -12,7 +12,7 @@ from fxremat.graph.further import grow
 from fxremat.graph.graph import Graph
 from fxremat.loop.loop import Loop
 from fxremat.options.budget import TrainingBudget
-from fxremat.planner.context import Correction, StepContext
+from fxremat.planner.context.step_context import Correction, StepContext
 from fxremat.ranks.combine import Chosen
 from fxremat.ranks.peers import Peers
 from fxremat.regions.call_trace import CallTrace

@@ -20,8 +20,8 @@ from fxremat import torch_compat
 from fxremat.graph.graph import Graph
 from fxremat.graph.shortfall import user_line, warn_counted
 from fxremat.loop.loop import Loop
-from fxremat.planner.context import StepContext
-from fxremat.planner.context_bytes import SCALARS
+from fxremat.planner.context.context_bytes import SCALARS
+from fxremat.planner.context.step_context import StepContext
 from fxremat.ranks.combine import AGREED
 from fxremat.ranks.peers import Peers
 from fxremat.regions.call_trace import CallTrace, StepsByThread

@@ -9,7 +9,7 @@ from typing import Any
 
 from fxremat.graph.graph import Graph
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.context import Correction, StepContext
+from fxremat.planner.context.step_context import Correction, StepContext
 from fxremat.ranks.combine import Chosen, MeasuredStep, agreed_profiles, agreed_step
 from fxremat.ranks.peers import Peers
 from fxremat.runtime.profile import MemoryProfile

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
 from fxremat.loop.loop import Loop
-from fxremat.planner.context_bytes import SCALARS
+from fxremat.planner.context.context_bytes import SCALARS
 from fxremat.ranks.combine import AGREED
 from fxremat.regions.call_trace import CallTrace
 from fxremat.regions.step_profiles import StepProfile, StepProfiles

@@ -12,7 +12,7 @@ from fxremat.errors import BudgetError
 from fxremat.graph.graph import Graph
 from fxremat.graph.pools import least_bytes
 from fxremat.loop.loop import Loop
-from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
+from fxremat.planner.context.step_context import NO_CORRECTION, Correction, StepContext
 from fxremat.planning.choose import must_fit
 from fxremat.regions.call_trace import CallTrace
 from fxremat.regions.joint_choice import (

@@ -28,10 +28,10 @@ from fxremat.options.loss import Compared, LossOfOutputs, own_loss, target_bytes
 from fxremat.options.measured_needs import needs_of_loss
 from fxremat.options.readers import Optimizer
 from fxremat.passes.joint.graph import allocated_bytes
-from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.context import StepContext
-from fxremat.planner.context_bytes import Caller
-from fxremat.planner.transfers import HostMemory
+from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.context.context_bytes import Caller
+from fxremat.planner.context.step_context import StepContext
+from fxremat.planner.transfers.transfers import HostMemory
 from fxremat.planning.choose import budget_contexts
 from fxremat.planning.planner import first_plan, later_plan
 from fxremat.progress import CAPTURE, PLAN, Progress

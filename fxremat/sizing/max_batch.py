@@ -19,7 +19,7 @@ from fxremat.graph.graph import Graph
 from fxremat.graph.pool import fastest, least_of
 from fxremat.graph.pools import least_bytes_from_scratch, pools, rough_least_bytes
 from fxremat.options.budget import TrainingBudget
-from fxremat.planner.context import StepContext
+from fxremat.planner.context.step_context import StepContext
 from fxremat.planning.choose import usual_context
 from fxremat.planning.largest_size import bisected, largest_size
 from fxremat.progress import Progress

@@ -22,7 +22,7 @@ from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
 from fxremat.options.arguments import Arguments
 from fxremat.options.budget import TrainingBudget
 from fxremat.options.measured_needs import LossNeeds
-from fxremat.planner.context_bytes import Caller
+from fxremat.planner.context.context_bytes import Caller
 from fxremat.progress import Progress, silent
 from fxremat.ranks.peers import Peers
 from fxremat.regions.regions import Regions

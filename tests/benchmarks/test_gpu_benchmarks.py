@@ -25,7 +25,7 @@ from benchmarks.offload_ablation import BlockingOffload, Host, afresh
 from benchmarks.rows import Row, Rows, append, failure, run_part
 from fxremat import torch_compat
 from fxremat.errors import CostError, HostMemoryError
-from fxremat.planner.allocator import AllocatorSettings, CachingAllocator
+from fxremat.planner.allocator.allocator import AllocatorSettings, CachingAllocator
 from tests.models.bits import assert_bitwise_equal
 from tests.models.images import images, labels
 from tests.models.zoo import drawn_once

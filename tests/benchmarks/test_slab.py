@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.slab import Life, live_bytes, lives_of, row, slab_bytes
-from fxremat.planner.allocations import Requests
+from fxremat.planner.allocator.allocations import Requests
 
 
 def test_blocks_live_from_their_request_to_their_release():

@@ -24,8 +24,8 @@ from fxremat.errors import BudgetError, BudgetWarning
 from fxremat.graph import calls
 from fxremat.module.compiled import CompiledModule
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.planner.bound import Relaxation
-from fxremat.planner.context import StepContext
+from fxremat.planner.context.step_context import StepContext
+from fxremat.planner.search.bound import Relaxation
 from fxremat.report.plan import Plan
 from tests.efforts import WHOLE
 from tests.models.bits import assert_bitwise_equal

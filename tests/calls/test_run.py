@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxremat
-from fxremat.planner.context_bytes import SCALARS
+from fxremat.planner.context.context_bytes import SCALARS
 from fxremat.runtime.steps import SCALAR_BYTES
 from tests.harness import on_release
 

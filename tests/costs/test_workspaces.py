@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxremat import torch_compat
 from fxremat.costs import workspaces
 from fxremat.costs.workspaces import Product, library_workspaces, multiply
-from fxremat.planner.context_bytes import Caller, context_bytes_of
+from fxremat.planner.context.context_bytes import Caller, context_bytes_of
 from tests.harness import captured
 
 MIB = 1 << 20
@@ -89,7 +89,8 @@ def test_they_are_given(monkeypatch: pytest.MonkeyPatch):
     joint = captured("gpt").joint
     without = context_bytes_of(joint, {}, Caller())
     monkeypatch.setattr(
-        "fxremat.planner.context_bytes.library_workspaces", lambda device: (40 * MIB, 24 * MIB)
+        "fxremat.planner.context.context_bytes.library_workspaces",
+        lambda device: (40 * MIB, 24 * MIB),
     )
     with_them = context_bytes_of(joint, {}, Caller())
     assert with_them.given_bytes - without.given_bytes == 64 * MIB

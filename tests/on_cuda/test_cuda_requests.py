@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from fxremat.planner import allocations
-from fxremat.planner.allocations import Allocated, Requests
-from fxremat.planner.allocator import LEAST_BLOCK_BYTES, AllocatorSettings
-from fxremat.planner.footprints import WORKSPACE
+from fxremat.planner.allocator import allocations
+from fxremat.planner.allocator.allocations import Allocated, Requests
+from fxremat.planner.allocator.allocator import LEAST_BLOCK_BYTES, AllocatorSettings
+from fxremat.planner.allocator.footprints import WORKSPACE
 from tests.cuda import (  # noqa: F401
     ENTRIES,
     Share,

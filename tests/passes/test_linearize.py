@@ -8,7 +8,7 @@ from torch import Tensor, fx, nn
 
 from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.stages.linearize import Line, Role, StageNodes
-from fxremat.planner.generators import build_chain
+from fxremat.planner.search.generators import build_chain
 from tests.harness import capture, captured
 from tests.models import ZOO
 

@@ -12,7 +12,7 @@ from fxremat.ir import Move
 from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
-from fxremat.planner.moves import Movable
+from fxremat.planner.decision.moves import Movable
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.slots import assign_slots
 from tests.harness import Made, bare, run_traced

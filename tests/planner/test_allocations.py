@@ -13,20 +13,20 @@ from fxremat.ir import Move, Request
 from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.stages.block import Block
-from fxremat.planner import allocations
-from fxremat.planner.allocations import (
+from fxremat.planner.allocator import allocations
+from fxremat.planner.allocator.allocations import (
     Allocations,
     crowded,
     replay_requests,
     requests_of_step,
     settings_of,
 )
-from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.candidates import Candidate, Evaluation
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.footprints import Footprints
-from fxremat.planner.moves import Movable, moved
-from fxremat.planner.search import Search
+from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.allocator.footprints import Footprints
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.decision.candidates import Candidate, Evaluation
+from fxremat.planner.decision.moves import Movable, moved
+from fxremat.planner.search.search import Search
 from tests.harness import Captured, captured, on_release, periodic, random_schedule, search_of
 
 models = pytest.mark.parametrize("name", ["gpt_logits", "siamese", "unet", "buffers"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.planner.allocator import AllocatorSettings, CachingAllocator
+from fxremat.planner.allocator.allocator import AllocatorSettings, CachingAllocator
 from tests.reference.plain_allocator import KIB, MIB, PlainAllocator
 
 GROWING = AllocatorSettings(expandable_segments=True)

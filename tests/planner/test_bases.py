@@ -6,8 +6,8 @@ import pytest
 
 from fxremat.ir import Solved
 from fxremat.ir.schedule import decoded
-from fxremat.planner import bases
-from fxremat.planner.transfers import HostMemory
+from fxremat.planner.transfers import bases
+from fxremat.planner.transfers.transfers import HostMemory
 from fxremat.solvers.rotor import RotorTable
 from tests.harness import search_of
 from tests.planner.test_transfers import transfers

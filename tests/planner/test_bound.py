@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxremat.planner.bound import Moment, Recomputation, Relaxation
+from fxremat.planner.search.bound import Moment, Recomputation, Relaxation
 from tests.harness import search_of
 
 

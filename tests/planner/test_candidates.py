@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.planner.candidates import CLOSER, STARTS, Candidate, Pool
+from fxremat.planner.decision.candidates import CLOSER, STARTS, Candidate, Pool
 
 CODES = np.zeros(1, dtype=np.int64)
 

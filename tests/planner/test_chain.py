@@ -9,7 +9,7 @@ from torch import fx
 
 from fxremat.ir import Backward, Chain, Costs, Forward, Keep, Problem, Schedule
 from fxremat.passes.emit.program import keep_all
-from fxremat.planner.generators import build_chain, build_costs
+from fxremat.planner.search.generators import build_chain, build_costs
 from tests.harness import Captured, captured, periodic, random_schedule
 from tests.models import ZOO
 from tests.reference.plain_sweep import sweep

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fxremat.passes.stages.block import Mode
-from fxremat.planner.candidates import Candidate
+from fxremat.planner.decision.candidates import Candidate
 from tests.harness import captured, measured_peak_bytes, run_emitted, search_of
 from tests.models.bits import assert_bitwise_equal
 

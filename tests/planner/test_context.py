@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat.planner.context import NO_CORRECTION, Correction, StepContext
-from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.context.step_context import NO_CORRECTION, Correction, StepContext
 from tests.harness import Captured, bare, captured
 from tests.sized import at_size, symbolic
 

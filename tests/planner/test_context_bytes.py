@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.planner.context_bytes import (
+from fxremat.planner.context.context_bytes import (
     SCALARS,
     Caller,
     ContextBytes,

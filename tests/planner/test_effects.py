@@ -11,10 +11,10 @@ import pytest
 from torch import fx
 
 from fxremat.passes.stages.block import Mode
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.climb import find_effects, mark_results
-from fxremat.planner.evaluator import Evaluator
-from fxremat.planner.replay import evaluate
+from fxremat.planner.decision.candidates import Candidate
+from fxremat.planner.replay.climb import find_effects, mark_results
+from fxremat.planner.replay.replay import evaluate
+from fxremat.planner.search.evaluator import Evaluator
 from tests.harness import Captured, captured, search_of
 
 models = pytest.mark.parametrize("name", ["gpt", "resnet50", "siamese_resnet", "hf_llama"])

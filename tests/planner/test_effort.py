@@ -10,8 +10,8 @@ import pytest
 
 import fxremat
 from fxremat.errors import ArgumentError
-from fxremat.planner.effort import DEFAULT_GENERATORS
-from fxremat.planner.search import GENERATORS_BY_NAME
+from fxremat.planner.decision.effort import DEFAULT_GENERATORS
+from fxremat.planner.search.search import GENERATORS_BY_NAME
 
 
 @pytest.mark.parametrize(

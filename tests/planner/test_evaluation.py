@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxremat.ir import Backward, Forward, Keep
-from fxremat.planner.candidates import Evaluation
+from fxremat.planner.decision.candidates import Evaluation
 
 
 @pytest.mark.parametrize(("turn_bytes", "end_bytes", "peak"), [(4, 3, 9), (10, 3, 10), (4, 11, 11)])

@@ -12,7 +12,7 @@ from fxremat.ir import Forward, Keep, Schedule
 from fxremat.ir.schedule import coded, decoded
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.stages.block import Mode
-from fxremat.planner.evaluator import Evaluator, carried_out
+from fxremat.planner.search.evaluator import Evaluator, carried_out
 from tests.harness import (
     bare,
     captured,

@@ -12,7 +12,7 @@ from fxremat.costs.synthetic import Synthesizer
 from fxremat.passes.joint.batchnorm import updates_statistics
 from fxremat.passes.joint.graph import StorageTable, is_getitem
 from fxremat.passes.stages.block import Block, Mode, dependencies
-from fxremat.planner.footprints import OperationRequests, requests_of, steps_of
+from fxremat.planner.allocator.footprints import OperationRequests, requests_of, steps_of
 from fxremat.torch_compat import AllocationLog
 from tests.harness import captured
 from tests.reference.plain_sweep import Footprint, run

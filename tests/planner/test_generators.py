@@ -13,12 +13,12 @@ import fxremat
 from benchmarks.frontier import BLOCKS
 from benchmarks.least import compare, entries, holds
 from fxremat.ir.schedule import decoded
-from fxremat.planner.generators import (
+from fxremat.planner.search.generators import (
     Generator,
     ceilings,
     chain_schedules,
 )
-from fxremat.planner.search import GENERATORS_BY_NAME, Search, generators_of
+from fxremat.planner.search.search import GENERATORS_BY_NAME, Search, generators_of
 from tests.harness import (
     Captured,
     capture,

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.evaluator import Evaluator
-from fxremat.planner.handed import handed_over, staying
+from fxremat.planner.context.handed import handed_over, staying
+from fxremat.planner.decision.candidates import Candidate
+from fxremat.planner.search.evaluator import Evaluator
 from tests.harness import (
     Captured,
     bare,

@@ -15,8 +15,8 @@ from fxremat.ir.schedule import coded, decoded
 from fxremat.passes.emit.program import Program
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.order import any_order, check_draws
-from fxremat.planner.generators import chain_schedules
-from fxremat.planner.join import (
+from fxremat.planner.search.generators import chain_schedules
+from fxremat.planner.search.join import (
     Branching,
     branchings_of,
     build_join,
@@ -25,7 +25,7 @@ from fxremat.planner.join import (
     in_graph_order,
     join_schedules,
 )
-from fxremat.planner.search import Search
+from fxremat.planner.search.search import Search
 from tests.harness import (
     Captured,
     capture,

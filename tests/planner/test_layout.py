@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fxremat.planner import layout
-from fxremat.planner.evaluator import Evaluator
-from fxremat.planner.generators import chain_schedules
+from fxremat.planner.replay import layout
+from fxremat.planner.search.evaluator import Evaluator
+from fxremat.planner.search.generators import chain_schedules
 from tests.harness import captured, searched
 
 

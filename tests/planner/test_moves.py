@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fxremat.ir import Move
 from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
-from fxremat.planner.moves import Movable, conv_inputs, moved
+from fxremat.planner.decision.moves import Movable, conv_inputs, moved
 from tests.harness import captured, periodic, random_schedule
 
 NAMES = ("gpt", "resnet50", "unet")

@@ -17,13 +17,13 @@ from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import is_tensor
-from fxremat.planner.candidates import Evaluation
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.evaluator import Evaluator
-from fxremat.planner.extract import make_room
-from fxremat.planner.handed import handed_over
-from fxremat.planner.places import TABLE
-from fxremat.planner.search import GENERATORS
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.context.handed import handed_over
+from fxremat.planner.decision.candidates import Evaluation
+from fxremat.planner.replay.extract import make_room
+from fxremat.planner.replay.places import TABLE
+from fxremat.planner.search.evaluator import Evaluator
+from fxremat.planner.search.search import GENERATORS
 from tests.harness import (
     Captured,
     Held,

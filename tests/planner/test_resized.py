@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from fxremat.costs.cost import Measured
-from fxremat.costs.options import find_options
 from fxremat.costs.scaled import ScaledCosts
 from fxremat.ir.schedule import coded, decoded
 from fxremat.passes.stages.block import BlockCache
-from fxremat.planner.context_bytes import Caller, context_bytes_of
-from fxremat.planner.evaluator import Evaluator
-from fxremat.planner.resized import least_bytes_at, search_at
-from fxremat.planner.search import Search
+from fxremat.planner.context.context_bytes import Caller, context_bytes_of
+from fxremat.planner.decision.save_options import find_options
+from fxremat.planner.search.evaluator import Evaluator
+from fxremat.planner.search.resized import least_bytes_at, search_at
+from fxremat.planner.search.search import Search
 from fxremat.progress import silent
 from tests.harness import bare, random_schedule, search_quickly
 from tests.sized import AtSize, at_size, symbolic

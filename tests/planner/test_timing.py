@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fxremat.ir import Copy, Event, Lane, MeasuredLink, Move, Timeline
-from fxremat.planner.moves import Movable, moved, replay
+from fxremat.planner.decision.moves import Movable, moved, replay
 from tests.harness import captured
 
 

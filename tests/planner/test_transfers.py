@@ -9,13 +9,13 @@ import pytest
 
 from fxremat.ir import Forward, MeasuredLink
 from fxremat.ir.schedule import decoded
-from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.context_bytes import Caller
-from fxremat.planner.generators import chain_schedules
-from fxremat.planner.moves import Movable
-from fxremat.planner.search import Search
-from fxremat.planner.transfers import HostMemory, Transfers
+from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.context.context_bytes import Caller
+from fxremat.planner.decision.candidates import Candidate
+from fxremat.planner.decision.moves import Movable
+from fxremat.planner.search.generators import chain_schedules
+from fxremat.planner.search.search import Search
+from fxremat.planner.transfers.transfers import HostMemory, Transfers
 from fxremat.runtime.slots import slot_bytes
 from fxremat.units import Counted
 from tests.harness import captured, search_of, searched

@@ -15,9 +15,9 @@ from fxremat.graph.pools import least_bytes, rough_least_bytes
 from fxremat.ir import Backward, Forward, Keep
 from fxremat.ir.schedule import decoded
 from fxremat.options.budget import Budget, TrainingBudget
-from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.context import StepContext
-from fxremat.planner.context_bytes import Caller
+from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.context.context_bytes import Caller
+from fxremat.planner.context.step_context import StepContext
 from fxremat.planning.planner import first_plan
 from fxremat.progress import Progress, silent
 from fxremat.units import Counted

@@ -18,8 +18,8 @@ from fxremat.errors import ArgumentError, BudgetError, PlanError, RankError
 from fxremat.ir import MeasuredLink, Origin, RecordedCosts, StageSeconds
 from fxremat.options.agreed import agreed_arguments
 from fxremat.options.arguments import Arguments
-from fxremat.planner.context import Correction
-from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.context.step_context import Correction
 from fxremat.ranks.combine import (
     MeasuredStep,
     agreed_context,

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fxremat.costs.cost import Measured
-from fxremat.costs.options import Options
 from fxremat.ir import Request
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.stages.block import Mode
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.footprints import Footprints
+from fxremat.planner.allocator.footprints import Footprints
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.decision.save_options import Options
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ accesses. Loops that are called from Python, rather than from another loop, are 
 from __future__ import annotations
 
 from fxremat.jit import njit
-from fxremat.planner.places import (
+from fxremat.planner.replay.places import (
     AGAIN,
     BACK,
     COLUMNS,

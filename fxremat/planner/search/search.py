@@ -7,19 +7,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fxremat.costs.cost import Measured
-from fxremat.costs.options import find_options
 from fxremat.ir import Chain, Costs
 from fxremat.passes.joint.graph import tensors_of
 from fxremat.passes.stages.block import BlockCache
-from fxremat.planner.allocations import Allocated, Allocations
-from fxremat.planner.allocator import AllocatorSettings
-from fxremat.planner.bound import Relaxation
-from fxremat.planner.candidates import Candidate, Pool
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.effort import DEFAULT_GENERATORS
-from fxremat.planner.evaluator import Evaluator
-from fxremat.planner.footprints import Footprints
-from fxremat.planner.generators import (
+from fxremat.planner.allocator.allocations import Allocated, Allocations
+from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.allocator.footprints import Footprints
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.decision.candidates import Candidate, Pool
+from fxremat.planner.decision.effort import DEFAULT_GENERATORS
+from fxremat.planner.decision.save_options import find_options
+from fxremat.planner.search.bound import Relaxation
+from fxremat.planner.search.evaluator import Evaluator
+from fxremat.planner.search.generators import (
     Generator,
     Setting,
     build_chain,
@@ -27,7 +27,7 @@ from fxremat.planner.generators import (
     chain_schedules,
     solved_by,
 )
-from fxremat.planner.join import equivalent_schedules, join_schedules
+from fxremat.planner.search.join import equivalent_schedules, join_schedules
 from fxremat.progress import PLAN, Progress
 from fxremat.units import Counted
 

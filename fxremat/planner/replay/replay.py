@@ -11,7 +11,7 @@ import numpy as np
 
 from fxremat.ir.schedule import ALL, BACKWARD, KINDS
 from fxremat.jit import njit
-from fxremat.planner.extract import (
+from fxremat.planner.replay.extract import (
     ASKED,
     DIRECT,
     END,
@@ -32,8 +32,8 @@ from fxremat.planner.extract import (
     make_room,
     place_sums,
 )
-from fxremat.planner.memory import footprint
-from fxremat.planner.places import (
+from fxremat.planner.replay.memory import footprint
+from fxremat.planner.replay.places import (
     AGAIN,
     BACK,
     COLUMNS,

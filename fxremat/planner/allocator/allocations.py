@@ -15,15 +15,15 @@ import torch
 from fxremat import torch_compat
 from fxremat.ir import Move, Request
 from fxremat.passes.emit.program import Program
-from fxremat.planner.allocator import (
+from fxremat.planner.allocator.allocator import (
     MOST_SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
     AllocatorSettings,
     CachingAllocator,
 )
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.footprints import WORKSPACE, Footprints
+from fxremat.planner.allocator.footprints import WORKSPACE, Footprints
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.decision.candidates import Candidate
 from fxremat.progress import LOG
 from fxremat.units import Counted
 

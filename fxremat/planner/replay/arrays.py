@@ -10,13 +10,13 @@ import numpy as np
 from torch import fx
 
 from fxremat.costs.cost import Measured
-from fxremat.costs.options import Options
 from fxremat.errors import CostError, ScheduleError
 from fxremat.ir.schedule import Codes
 from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.stages.block import Mode
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.places import (
+from fxremat.planner.decision.save_options import Options
+from fxremat.planner.replay.places import (
     MODES,
     ROOM,
     UNKNOWN,
@@ -90,7 +90,7 @@ class LineArrays:
 
     def load(self, numbers: SizedNumbers) -> None:
         """Switch to the numbers of another size, and recompute bytes and seconds of all blocks."""
-        from fxremat.planner.extract import resize  # noqa: PLC0415
+        from fxremat.planner.replay.extract import resize  # noqa: PLC0415
 
         if numbers is self.numbers:
             return
@@ -141,7 +141,7 @@ class LineArrays:
     def evaluate(self, codes: Codes, held: Flags) -> tuple[Ints, Floats, float]:
         """Return a decision's calls, the seconds of each, and the total (``replay.evaluate``)."""
         # Loading numba takes longer than all else in the package: not at import.
-        from fxremat.planner.replay import ROWS, evaluate  # noqa: PLC0415
+        from fxremat.planner.replay.replay import ROWS, evaluate  # noqa: PLC0415
 
         calls, call_s = np.zeros((ROWS, codes.size), dtype=np.int64), np.zeros(codes.size)
         total_s = self.run(evaluate, codes, held, calls, call_s)
@@ -154,7 +154,7 @@ class LineArrays:
             CostError: the kernel runs an operation that was never measured.
             ScheduleError: the kernel reads a value that no operation computes.
         """
-        from fxremat.planner.replay import TOO_LONG  # noqa: PLC0415
+        from fxremat.planner.replay.replay import TOO_LONG  # noqa: PLC0415
 
         result = kernel(self.data, self.seconds, self.at, *args)
         while self.totals()["ended"] == TOO_LONG and self.data.size < MOST_ROOM:
@@ -173,7 +173,7 @@ class LineArrays:
         return dict(zip(names, values, strict=True))
 
     def _raise_if_failed(self) -> None:
-        from fxremat.planner.replay import NEVER_COMPUTED, TOO_LONG, UNTIMED  # noqa: PLC0415
+        from fxremat.planner.replay.replay import NEVER_COMPUTED, TOO_LONG, UNTIMED  # noqa: PLC0415
 
         totals = self.totals()
         if not totals["ended"]:

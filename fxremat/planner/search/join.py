@@ -29,9 +29,9 @@ from fxremat.ir import (
 from fxremat.ir.schedule import BACKWARD, KINDS, Codes, coded, decoded
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.order import any_order
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.generators import Setting, ceilings
-from fxremat.planner.handed import staying
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.context.handed import staying
+from fxremat.planner.search.generators import Setting, ceilings
 
 TRUNK = -1
 """Stands for the trunk in place of the number of a branch."""

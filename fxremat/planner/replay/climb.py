@@ -21,9 +21,9 @@ import numpy as np
 
 from fxremat.ir.schedule import BACKWARD, KINDS
 from fxremat.jit import njit
-from fxremat.planner.extract import DIRECT, INPUTS, NODES, READS, REBUILDS
-from fxremat.planner.places import COLUMNS, At, Flags, Floats, Ints, Packed
-from fxremat.planner.replay import (
+from fxremat.planner.replay.extract import DIRECT, INPUTS, NODES, READS, REBUILDS
+from fxremat.planner.replay.places import COLUMNS, At, Flags, Floats, Ints, Packed
+from fxremat.planner.replay.replay import (
     AT_TURN,
     BLOCK,
     COUNT,

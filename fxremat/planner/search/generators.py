@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxremat.costs.cost import Measured, boundary_after, stage_blocks
-from fxremat.costs.options import Options
 from fxremat.ir import (
     Chain,
     Costs,
@@ -34,10 +33,11 @@ from fxremat.ir.schedule import Codes, coded
 from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line, StageNodes
-from fxremat.planner.candidates import Evaluation
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.evaluator import CallFootprint, Evaluator
-from fxremat.planner.handed import staying
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.context.handed import staying
+from fxremat.planner.decision.candidates import Evaluation
+from fxremat.planner.decision.save_options import Options
+from fxremat.planner.search.evaluator import CallFootprint, Evaluator
 
 
 def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) -> Chain:

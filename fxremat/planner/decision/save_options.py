@@ -17,11 +17,11 @@ from types import ModuleType
 from torch import fx
 
 from fxremat import optional
-from fxremat.costs.charges import Charges
 from fxremat.costs.cost import Measured, boundary_after, stage_blocks
 from fxremat.ir import Forward, Keep, Schedule
 from fxremat.passes.joint.graph import is_getitem, is_tensor
 from fxremat.passes.stages.block import BlockCache, Mode, dependencies
+from fxremat.planner.decision.charges import Charges
 
 MOST_OPTIONS = 8
 """Maximum number of choices of a stage, in addition to keeping everything."""

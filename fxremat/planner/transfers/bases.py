@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 
 from fxremat.ir import Solved
 from fxremat.ir.schedule import Codes, coded
-from fxremat.planner.candidates import Candidate, Pool
-from fxremat.planner.generators import SLOTS, Setting
+from fxremat.planner.decision.candidates import Candidate, Pool
+from fxremat.planner.search.generators import SLOTS, Setting
 
 MOST = 64
 """How many candidates of each pool are tried."""

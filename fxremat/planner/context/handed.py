@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.context_bytes import ContextBytes
+from fxremat.planner.context.context_bytes import ContextBytes
 
 
 def handed_over(line: Line, context_bytes: ContextBytes) -> frozenset[fx.Node]:

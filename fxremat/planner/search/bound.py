@@ -17,13 +17,13 @@ from typing import Any
 from torch import fx
 
 from fxremat import optional
-from fxremat.costs.charges import Charges
 from fxremat.costs.cost import Measured
 from fxremat.passes.joint.graph import is_getitem, values_of
 from fxremat.passes.stages.block import BlockCache, Mode, dependencies
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.handed import staying
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.context.handed import staying
+from fxremat.planner.decision.charges import Charges
 
 MOST_MOMENTS = 16
 """How many moments of the backward are evaluated, evenly spaced from the fullest to the emptiest.

@@ -9,20 +9,20 @@ import numpy as np
 from torch import fx
 
 from fxremat.costs.cost import Measured
-from fxremat.costs.options import Options
 from fxremat.ir import Backward, Decision, Forward, Schedule, Tensors
 from fxremat.ir.schedule import Codes, coded, decoded
 from fxremat.passes.emit.program import Call, Program, keep_all, link
 from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.passes.stages.order import check_draws
-from fxremat.planner.arrays import LineArrays, SizedNumbers
-from fxremat.planner.candidates import AcrossTurn, Candidate, Evaluation
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.handed import handed_over
-from fxremat.planner.layout import arrays_of, numbering
-from fxremat.planner.moves import moved
-from fxremat.planner.places import COLUMNS, MODES, Ints
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.context.handed import handed_over
+from fxremat.planner.decision.candidates import AcrossTurn, Candidate, Evaluation
+from fxremat.planner.decision.moves import moved
+from fxremat.planner.decision.save_options import Options
+from fxremat.planner.replay.arrays import LineArrays, SizedNumbers
+from fxremat.planner.replay.layout import arrays_of, numbering
+from fxremat.planner.replay.places import COLUMNS, MODES, Ints
 
 MOST_BYTES = 1 << 62
 """A number of bytes that no step exceeds."""
@@ -138,7 +138,7 @@ class Evaluator:
 
         The search ends with the first candidate whose peak exceeds ``limit_bytes``.
         """
-        from fxremat.planner.climb import MOST_STEPS, climb  # noqa: PLC0415
+        from fxremat.planner.replay.climb import MOST_STEPS, climb  # noqa: PLC0415
 
         arrays = self.arrays
         found = np.zeros((MOST_STEPS, arrays.at.nodes), dtype=np.uint8)
@@ -153,7 +153,7 @@ class Evaluator:
 
     def evaluation(self, candidate: Candidate) -> Evaluation:
         """Return memory and seconds of each call of a candidate."""
-        from fxremat.planner.replay import HELD, OP, PEAK  # noqa: PLC0415
+        from fxremat.planner.replay.replay import HELD, OP, PEAK  # noqa: PLC0415
 
         arrays = self.arrays
         calls, call_s, _total_s = arrays.evaluate(candidate.codes, arrays.flags(candidate.held))
@@ -184,7 +184,7 @@ class Evaluator:
             option: the save option of the stage, for a backward.
             kept: whether its inputs are held; otherwise each is freed after its last reader.
         """
-        from fxremat.planner.replay import run_single_call  # noqa: PLC0415
+        from fxremat.planner.replay.replay import run_single_call  # noqa: PLC0415
 
         arrays = self.arrays
         inputs = np.zeros(arrays.at.nodes, dtype=np.int64)
@@ -223,7 +223,7 @@ class Evaluator:
         return handed_over(self.line, self.context_bytes)
 
     def _lives(self, calls: Ints) -> tuple[AcrossTurn, ...]:
-        from fxremat.planner.replay import find_lives  # noqa: PLC0415
+        from fxremat.planner.replay.replay import find_lives  # noqa: PLC0415
 
         arrays, at = self.arrays, self.arrays.at
         last = np.zeros(at.storage_count, dtype=np.int64)
@@ -264,8 +264,8 @@ def program_of(
     Raises:
         ScheduleError: the schedule draws random numbers in another order.
     """
-    from fxremat.planner.extract import ASKED, INPUTS, NODES  # noqa: PLC0415
-    from fxremat.planner.replay import BLOCK, OP, REBUILT  # noqa: PLC0415
+    from fxremat.planner.replay.extract import ASKED, INPUTS, NODES  # noqa: PLC0415
+    from fxremat.planner.replay.replay import BLOCK, OP, REBUILT  # noqa: PLC0415
 
     ops = decoded(codes).computations
     check_draws(line, ops)

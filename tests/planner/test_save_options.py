@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 from torch import nn
 
-from fxremat.costs import options as module
-from fxremat.costs.options import (
+from fxremat.ir import Backward, Forward, Keep, Schedule
+from fxremat.ir.schedule import coded
+from fxremat.passes.stages.block import Mode
+from fxremat.planner.decision import save_options as module
+from fxremat.planner.decision.save_options import (
     MOST_OPTIONS,
     Numbers,
     Operation,
@@ -23,10 +26,7 @@ from fxremat.costs.options import (
     greedy_masks,
     search,
 )
-from fxremat.ir import Backward, Forward, Keep, Schedule
-from fxremat.ir.schedule import coded
-from fxremat.passes.stages.block import Mode
-from fxremat.planner.evaluator import Evaluator
+from fxremat.planner.search.evaluator import Evaluator
 from tests.examples import examples
 from tests.harness import capture, captured, run_emitted
 from tests.models.bits import assert_bitwise_equal

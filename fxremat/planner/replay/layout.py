@@ -12,8 +12,8 @@ from fxremat.passes.joint.batchnorm import NORMALIZED_VALUES, is_inverse, update
 from fxremat.passes.joint.graph import is_getitem, is_tensor
 from fxremat.passes.stages.block import Mode, dependencies
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.arrays import LineArrays, SizedNumbers
-from fxremat.planner.places import (
+from fxremat.planner.replay.arrays import LineArrays, SizedNumbers
+from fxremat.planner.replay.places import (
     ARENA,
     COLUMNS,
     ROOM,

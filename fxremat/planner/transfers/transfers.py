@@ -18,10 +18,10 @@ from fxremat import torch_compat
 from fxremat.costs.bandwidth import measure_link
 from fxremat.ir import MeasuredLink, Move
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner import bases
-from fxremat.planner.candidates import Candidate
-from fxremat.planner.moves import Movable, conv_inputs, makespan_s, moved
-from fxremat.planner.search import Search
+from fxremat.planner.decision.candidates import Candidate
+from fxremat.planner.decision.moves import Movable, conv_inputs, makespan_s, moved
+from fxremat.planner.search.search import Search
+from fxremat.planner.transfers import bases
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.slots import slot_bytes
 from fxremat.units import format_bytes

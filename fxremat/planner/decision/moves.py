@@ -20,7 +20,7 @@ from torch import fx
 from fxremat.ir import Copy, Event, Idle, Lane, MeasuredLink, Move, Timeline
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
-from fxremat.planner.candidates import AcrossTurn, Evaluation
+from fxremat.planner.decision.candidates import AcrossTurn, Evaluation
 from fxremat.runtime.slots import slot_bytes
 
 SMALL_SHARE = 1 / 256

@@ -8,7 +8,7 @@ storages that are held elsewhere.
 from __future__ import annotations
 
 from fxremat.jit import njit
-from fxremat.planner.extract import (
+from fxremat.planner.replay.extract import (
     END,
     FAILED,
     FOOTPRINTS,
@@ -17,7 +17,7 @@ from fxremat.planner.extract import (
     READS,
     STAMP,
 )
-from fxremat.planner.places import AGAIN, COLUMNS, UNKNOWN, At, Ints, find, mixed
+from fxremat.planner.replay.places import AGAIN, COLUMNS, UNKNOWN, At, Ints, find, mixed
 
 
 @njit(inline="always")

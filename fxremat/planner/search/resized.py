@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from fxremat.costs.cost import Measured
-from fxremat.planner.allocations import Allocations
-from fxremat.planner.bound import Relaxation
-from fxremat.planner.candidates import Candidate, Pool
-from fxremat.planner.context_bytes import ContextBytes
-from fxremat.planner.evaluator import MOST_BYTES, Evaluator
-from fxremat.planner.footprints import Footprints
-from fxremat.planner.search import Search
+from fxremat.planner.allocator.allocations import Allocations
+from fxremat.planner.allocator.footprints import Footprints
+from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.decision.candidates import Candidate, Pool
+from fxremat.planner.search.bound import Relaxation
+from fxremat.planner.search.evaluator import MOST_BYTES, Evaluator
+from fxremat.planner.search.search import Search
 
 SPARE = 16
 """How many candidates of another context are evaluated, evenly spaced."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.context_bytes import ContextBytes, tensor_bytes
+from fxremat.planner.context.context_bytes import ContextBytes, tensor_bytes
 
 
 @dataclass(frozen=True, slots=True)
