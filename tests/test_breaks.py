@@ -199,13 +199,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "layer dropout": LayerDropout,
 }
 
-FEW = ("nonzero",)
-"""Models that are always tried."""
-
-
-def _marks(at: int) -> list[pytest.MarkDecorator]:
-    """Mark all but one in six of the others as slow."""
-    return [pytest.mark.slow] if at % 6 else []
+FEW = ("nonzero", "gru")
+"""Models that are always tried; the others in the slow suite."""
 
 
 def made(name: str) -> tuple[nn.Module, Tensor]:
@@ -259,7 +254,7 @@ def held(name: str, budget: int | str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in FEW else pytest.param(n, marks=_marks(at)) for at, n in enumerate(MODELS)]
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
 )
 @pytest.mark.parametrize(
     "share",

@@ -14,9 +14,6 @@ QUICK = (6, 11, 39, 52, 54, 93, 107, 116, 129, 133, 143, 169)
 REGRESSIONS: tuple[int, ...] = (2, 3, 39, 43, 79, 133)
 """Seeds that failed once."""
 
-SHORT: tuple[int, Budget] = (133, 0.6)
-"""The seed of these and the budget that are no slow test: each takes half a minute."""
-
 MANY = 300
 
 
@@ -41,18 +38,9 @@ def test_few_programs(index: int):
     hold(QUICK[index], BUDGETS[index % len(BUDGETS)])
 
 
-@pytest.mark.parametrize(
-    ("seed", "budget"),
-    [
-        pytest.param(
-            seed,
-            budget,
-            marks=[] if (seed, budget) == SHORT else [pytest.mark.slow],
-        )
-        for seed in REGRESSIONS
-        for budget in BUDGETS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("seed", REGRESSIONS)
 def test_programs_that_failed_once(seed: int, budget: Budget):
     hold(seed, budget)
 

@@ -206,6 +206,7 @@ def test_the_least_that_an_error_names_is_enough() -> None:
     assert own.budget_bytes == least_bytes
 
 
+@pytest.mark.slow
 def test_the_least_budget_holds_while_a_loop_holds_its_last_loss() -> None:
     entry = SUBJECTS["gpt"]
     model = entry.build()

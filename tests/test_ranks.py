@@ -76,6 +76,7 @@ def test_a_shard_has_its_own_place_in_an_embedding() -> None:
     check("vocabulary", [0.6], model="gpt")
 
 
+@pytest.mark.slow
 def test_modules_by_themselves_where_their_layers_are_spread() -> None:
     check("tensor_parallel", [0.75], regions=[f"blocks.{i}" for i in range(6)])
 

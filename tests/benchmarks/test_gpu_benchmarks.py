@@ -151,6 +151,7 @@ def test_after_an_interruption_the_rows_so_far_are_there(
     assert row["peak_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_one_plan_at_a_time_is_held(monkeypatch: pytest.MonkeyPatch):
     """Its host memory is freed with it, before the next is planned."""
     compile_ = fxremat.compile

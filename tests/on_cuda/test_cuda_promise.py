@@ -36,7 +36,7 @@ FAST = {
         Cell("tiny_gpt", "allocated", "no", "min", "interpreted"),
     ],
     "expandable": [
-        Cell("llama", "reserved", "auto", 0.6),
+        Cell("mlp", "reserved", "auto", 0.6),
         Cell("gpt_bf16", "allocated", "no", 0.4),
         Cell("llama", "allocated", "only", "min", "inductor"),
         Cell("tiny_mlp", "allocated", "only", "min", "interpreted"),

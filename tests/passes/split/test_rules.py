@@ -25,7 +25,7 @@ KNOWN = [name for name in CASES if operator_of(name) is not None]
 
 
 @pytest.mark.parametrize("name", KNOWN)
-@examples(0.75)
+@examples(0.4)
 @given(data=st.data())
 def test_parts_are_the_whole(name: str, data: st.DataObject) -> None:
     d = Draws.of(data)
