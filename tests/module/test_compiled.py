@@ -255,6 +255,14 @@ def test_a_loss_of_any_kind_is_no_part_of_what_is_saved(copied, rows):
         assert other.plan == compiled.plan
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy])
+def test_a_copy_of_what_was_loaded_plans_for_the_same_loss(copied):
+    compiled = fxremat.compile(TwoOutputs(), X, "min", loss=lambda out: out[0])
+    other = copied(saved(compiled))
+    other(X)[0].backward()
+    assert other.plan == compiled.plan
+
+
 def test_what_was_never_planned_is_saved_without_its_loss_and_says_so():
     loss = fxremat.Loss(lambda out: out[0], drop_unused=True)
     compiled = fxremat.compile(TwoOutputs(), budget="1 GiB", loss=loss)
