@@ -199,7 +199,7 @@ class Parts:
         pairs = zip(shapes, self.inputs, strict=True)
         given = [shape if way is None else part_of(shape, way, 1) for shape, way in pairs]
         arguments = [(node.args, node.kwargs) for node in self.graph.nodes]
-        sums = [own.layout.shape for own in self.outputs if not isinstance(own.way, Rows)]
+        sums = [out.layout.shape for out in self.outputs if not isinstance(out.way, Rows)]
         return names_in([given, arguments, sums]).keys() <= {ROWS}
 
     def count(self, sizes: Mapping[str, int]) -> int:

@@ -75,7 +75,7 @@ def _in_parts(
     refused: set[tuple[fx.Node, Way]] = set()
     exact, cache = other_bits is not None, Ways()
     while True:
-        unsized = runs_of(joint, large, exact=exact, refused=refused, known=cache, looks=looks)
+        unsized = runs_of(joint, large, exact=exact, refused=refused, cache=cache, looks=looks)
         if looks.are_out:
             return None
         runs = [SizedRun.of(run, joint, large, exact=exact) for run in unsized]

@@ -18,7 +18,7 @@ from tests.models.recurrent import UnrolledGRU
 def found(joint: JointGraph, share: int) -> list[Run]:
     """With values above so much of the largest storage in parts."""
     most_bytes = max(joint.storages.nbytes) // share
-    return runs_of(joint, Large(most_bytes), exact=False, refused=set(), known=Ways())
+    return runs_of(joint, Large(most_bytes), exact=False, refused=set(), cache=Ways())
 
 
 @pytest.mark.parametrize("name", ["gpt", "hf_llama", "gru", "unet", "tied"])
