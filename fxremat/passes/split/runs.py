@@ -28,8 +28,8 @@ from fxremat.passes.joint.graph import (
     values_of,
 )
 from fxremat.passes.joint.sizes import layouts_of, product
-from fxremat.passes.split.rules import Result, Rows, Way, ways
 from fxremat.passes.split.run import MOST_OPERATIONS, Looks, Order, Run, place_of
+from fxremat.passes.split.ways import Result, Rows, Way, ways
 
 Refused = Set[tuple[fx.Node, Way]]
 """Operations, and ways to compute them in parts, that must not be used."""
