@@ -128,7 +128,7 @@ def measure(name: str) -> list[dict[str, Any]]:
             rows.append({**about, **row(search, chosen, rules)})
         for each in rows[-len(SHARES) :]:
             each["candidates"] = len(search.pool.members)
-            each["replayed"] = len(search.allocations.known)
+            each["replayed"] = len(search.allocations.replayed)
             each["choosing_s"] = time.perf_counter() - begin
     return rows
 

@@ -22,7 +22,7 @@ from fxremat.passes.split.parts import (
     is_integer,
     is_true,
 )
-from fxremat.passes.split.rules import Result
+from fxremat.passes.split.ways import Result
 from fxremat.passes.stages.block import tensor_key
 from fxremat.progress import LOG
 

@@ -52,7 +52,7 @@ from fxremat.passes.joint.graph import granule_of
 from fxremat.passes.joint.sizes import Values, layouts_of
 from fxremat.passes.joint.user_kernels import is_tuned
 from fxremat.passes.split.beside import Beside, parts_of
-from fxremat.passes.split.rules import Rows
+from fxremat.passes.split.ways import Rows
 from fxremat.passes.stages.block import Block, BlockCache, Key, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize

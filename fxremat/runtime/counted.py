@@ -21,16 +21,16 @@ class Count:
         self._device, self._others_bytes, self._most_bytes = device, others_bytes, most_bytes
 
     @staticmethod
-    def begin(device: torch.device, there_bytes: Callable[[], int]) -> Count | None:
+    def begin(device: torch.device, step_bytes: Callable[[], int]) -> Count | None:
         """Begin to count a step; return ``None`` if its device counts nothing.
 
-        ``there_bytes`` returns how many of the bytes that are allocated now belong to the step.
+        ``step_bytes`` returns how many of the bytes that are allocated now belong to the step.
         """
         counted = torch_compat.counted_bytes(device)
         if counted is None:
             return None
         now_bytes, most_bytes = counted
-        return Count(device, now_bytes - there_bytes(), most_bytes)
+        return Count(device, now_bytes - step_bytes(), most_bytes)
 
     def peak_bytes(self) -> int | None:
         """Return the peak of the step, or ``None`` if an earlier peak was higher."""

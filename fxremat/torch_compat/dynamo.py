@@ -152,11 +152,11 @@ def break_of(module: object) -> str | None:
     return ": ".join([*lines, *reason.reason.splitlines()[:1]])
 
 
-def caller_of_captured(own: str) -> tuple[str, bool]:
+def caller_of_captured(package: str) -> tuple[str, bool]:
     """Return the line that calls the function that Dynamo captures now.
 
     Also return whether Python runs that line inside a function of :func:`compile_function`. Lines
-    in the folder ``own`` are skipped.
+    in the folder ``package`` are skipped.
     """
     library, caller = str(Path(torch.__file__).parent), ""
     frame = sys._getframe(1)
@@ -164,7 +164,7 @@ def caller_of_captured(own: str) -> tuple[str, bool]:
         code = frame.f_code
         if code.co_filename == __file__ and code.co_name.startswith(_OWN):
             return caller, True
-        if not caller and not code.co_filename.startswith((library, own, "<")):
+        if not caller and not code.co_filename.startswith((library, package, "<")):
             caller = f"{code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return caller, False
@@ -208,10 +208,10 @@ def not_wrapped(error: Exception) -> Exception:
     """Make ``error`` an error of Dynamo, too, so that Dynamo raises it without wrapping it."""
     from torch._dynamo.exc import ShortenTraceback  # noqa: PLC0415
 
-    own = type(error)
-    if not issubclass(own, ShortenTraceback):
-        named = {"__module__": own.__module__, "__doc__": own.__doc__, "first_useful_frame": None}
-        error.__class__ = type(own.__name__, (own, ShortenTraceback), named)
+    kind = type(error)
+    if not issubclass(kind, ShortenTraceback):
+        named = {"__module__": kind.__module__, "__doc__": kind.__doc__, "first_useful_frame": None}
+        error.__class__ = type(kind.__name__, (kind, ShortenTraceback), named)
     return error
 
 
@@ -345,11 +345,11 @@ def never_uncompiled(rules: Rules) -> None:
         return exceeded, name
 
     @functools.wraps(entered)
-    def enter(own: Any, *args: Any, **kwargs: Any) -> Any:
-        if in_dispatch_mode() and rules.ours(_innermost(own)):
+    def enter(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        if in_dispatch_mode() and rules.ours(_innermost(wrapper)):
             rules.in_mode()
             return _skipped_once()
-        return entered(own, *args, **kwargs)
+        return entered(wrapper, *args, **kwargs)
 
     module.exceeds_recompile_limit = asked
     module.CatchErrorsWrapper.__call__ = enter

@@ -37,12 +37,12 @@ class _Code(_BoxedCodeGen):
     def _gen_python_code(self, *args: Any, **kwargs: Any) -> Any:
         made: Any = super()._gen_python_code(*args, **kwargs)
 
-        def called(found: re.Match[str]) -> str:
-            packet = getattr(getattr(torch.ops, found[1]), found[2])
-            operator = getattr(packet, found[3])
+        def called(match: re.Match[str]) -> str:
+            packet = getattr(getattr(torch.ops, match[1]), match[2])
+            operator = getattr(packet, match[3])
             if type(operator) is not torch._ops.OpOverload:
-                return found[0]
-            name = "__".join(found.groups())  # no node has such a name
+                return match[0]
+            name = "__".join(match.groups())  # no node has such a name
             made.globals[name] = operator._op
             return f"{name}("
 
@@ -55,8 +55,8 @@ _OPERATOR = re.compile(r"(?<![\w.])torch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 _TAKES = re.compile(r"    args_iter = iter\(args_list\)\n((?:    \w+ = next\(args_iter\)\n)+)")
 
 
-def _taken_at_once(found: re.Match[str]) -> str:
-    names = ", ".join(line.split(" = ")[0].strip() for line in found[1].splitlines())
+def _taken_at_once(match: re.Match[str]) -> str:
+    names = ", ".join(line.split(" = ")[0].strip() for line in match[1].splitlines())
     return f"    [{names}] = args_list\n"
 
 

@@ -154,21 +154,21 @@ def compilers_side_by_side() -> Iterator[None]:
     waiting: list[tuple[Any, dict[str, Any]]] = []
     thread = threading.get_ident()
     with _one_thread:
-        own: Any = AsyncCompile.wait
+        original: Any = AsyncCompile.wait
 
         def later(compiler: Any, scope: dict[str, Any]) -> None:
             if threading.get_ident() == thread:
                 waiting.append((compiler, scope))
             else:
-                own(compiler, scope)
+                original(compiler, scope)
 
         AsyncCompile.wait = later  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            AsyncCompile.wait = own  # type: ignore[method-assign]
+            AsyncCompile.wait = original  # type: ignore[method-assign]
     for compiler, scope in waiting:
-        own(compiler, scope)
+        original(compiler, scope)
 
 
 _one_thread = threading.Lock()

@@ -13,7 +13,7 @@ from fxremat.costs.cache import CostCache
 from fxremat.costs.contrast import contrasts
 from fxremat.passes.joint.sizes import Layout
 from fxremat.passes.split.parts import Integers, Output, Parts, are_equal
-from fxremat.passes.split.rules import Result, Rows
+from fxremat.passes.split.ways import Result, Rows
 
 ROWS, WIDTH = 8, 4
 

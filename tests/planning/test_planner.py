@@ -188,7 +188,7 @@ def test_a_larger_budget_never_gets_a_slower_schedule_where_peaks_are_replayed(n
         before = found
     assert before is search.baseline
     # No more was replayed than what could be chosen.
-    assert len(search.allocations.known) <= len(search.pool.members)
+    assert len(search.allocations.replayed) <= len(search.pool.members)
 
 
 def test_what_is_known_is_not_forgotten_where_others_are_looked_for():

@@ -62,7 +62,7 @@ class Unit:
         self.hints = dict(hints)
         self.device = device
         self.eager = False
-        self._unsure = [i for i, own in enumerate(sure) if not own]
+        self._unsure = [i for i, is_sure in enumerate(sure) if not is_sure]
         self._runs: dict[tuple[int, ...], Run] = {}
         self._any_size: tuple[Run, Callable[..., bool]] | None = None
         self._lock = threading.RLock()

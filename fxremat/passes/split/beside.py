@@ -77,7 +77,7 @@ class Beside:
                 f"def {self}({', '.join([*read, 'gradient', *came, *kept])}):",
                 f"    if gradient == {read[self.place]}:",
                 f"        return {', '.join(kept)}",
-                *(f"    {own}.value = {n}" for own, n in zip(self.expected, came, strict=True)),
+                *(f"    {root}.value = {n}" for root, n in zip(self.expected, came, strict=True)),
                 f"    {made} = {self.parts}({again})",
                 f"    return {', '.join(f'out{i}' for i in self.results)}",
                 "",
@@ -96,8 +96,8 @@ class Beside:
             if _same_bits(gradient, args[self.place]):
                 return self.as_expected(*args)
             _counts.anew = computed_anew() + 1
-            for own, came in zip(self.expected, others, strict=False):
-                own.value = came.item()
+            for root, came in zip(self.expected, others, strict=False):
+                root.value = came.item()
         return self.anew(*args)
 
     def anew(self, *args: Any) -> Any:

@@ -31,9 +31,9 @@ from fxremat.passes.split.parts import (
     filled,
     is_integer,
 )
-from fxremat.passes.split.rules import for_rows, is_pointwise, reads_indices
 from fxremat.passes.split.run import Run, place_of
 from fxremat.passes.split.runs import Large, is_sum_of_products, results_of
+from fxremat.passes.split.ways import for_rows, is_pointwise, reads_indices
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.joint.sizes import Layout, evaluated, names_in
-from fxremat.passes.split.labels import Shape
-from fxremat.passes.split.rules import Result, Rows, part_of
+from fxremat.passes.split.dims import Shape
+from fxremat.passes.split.ways import Result, Rows, part_of
 from fxremat.runtime import cuda_graph
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -199,7 +199,7 @@ class Parts:
         pairs = zip(shapes, self.inputs, strict=True)
         given = [shape if way is None else part_of(shape, way, 1) for shape, way in pairs]
         arguments = [(node.args, node.kwargs) for node in self.graph.nodes]
-        sums = [own.layout.shape for own in self.outputs if not isinstance(own.way, Rows)]
+        sums = [out.layout.shape for out in self.outputs if not isinstance(out.way, Rows)]
         return names_in([given, arguments, sums]).keys() <= {ROWS}
 
     def count(self, sizes: Mapping[str, int]) -> int:

@@ -20,9 +20,9 @@ from fxremat.passes.split.losses import by_rows, gradients_with_losses, has_loss
 from fxremat.passes.split.memory import Memory
 from fxremat.passes.split.operation import SizedRun, as_operation, results_of_run
 from fxremat.passes.split.parts import Changed, Parts
-from fxremat.passes.split.rules import Way, is_pointwise
 from fxremat.passes.split.run import Looks, Run
 from fxremat.passes.split.runs import Large, Ways, runs_of
+from fxremat.passes.split.ways import Way, is_pointwise
 from fxremat.runtime.expected import Expected
 
 Tensors = Sequence[torch.Tensor]
@@ -75,7 +75,7 @@ def _in_parts(
     refused: set[tuple[fx.Node, Way]] = set()
     exact, cache = other_bits is not None, Ways()
     while True:
-        unsized = runs_of(joint, large, exact=exact, refused=refused, known=cache, looks=looks)
+        unsized = runs_of(joint, large, exact=exact, refused=refused, cache=cache, looks=looks)
         if looks.are_out:
             return None
         runs = [SizedRun.of(run, joint, large, exact=exact) for run in unsized]

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxremat.passes.joint.graph import is_getitem, operation_of
-from fxremat.passes.split.rules import Rows, Way
+from fxremat.passes.split.ways import Rows, Way
 
 MOST_OPERATIONS = 64
 """How many operations a run has at most; also the most values that one of them reads, and the most

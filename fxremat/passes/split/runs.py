@@ -28,8 +28,8 @@ from fxremat.passes.joint.graph import (
     values_of,
 )
 from fxremat.passes.joint.sizes import layouts_of, product
-from fxremat.passes.split.rules import Result, Rows, Way, ways
 from fxremat.passes.split.run import MOST_OPERATIONS, Looks, Order, Run, place_of
+from fxremat.passes.split.ways import Result, Rows, Way, ways
 
 Refused = Set[tuple[fx.Node, Way]]
 """Operations, and ways to compute them in parts, that must not be used."""
@@ -96,7 +96,7 @@ def runs_of(
     *,
     exact: bool,
     refused: Refused,
-    known: Ways,
+    cache: Ways,
     looks: Looks | None = None,
 ) -> list[Run]:
     """Return runs so that no large value is computed whole, as far as that is possible.
@@ -106,10 +106,10 @@ def runs_of(
         large: which values are large.
         exact: results must have the bits that they have at once: only sums of products are allowed.
         refused: ways that must not be used.
-        known: a cache of ways.
+        cache: a cache of ways.
         looks: limits the search; if it is exceeded, the result is incomplete.
     """
-    return _Finder(joint, large, exact, refused, known, looks or Looks()).find()
+    return _Finder(joint, large, exact, refused, cache, looks or Looks()).find()
 
 
 @dataclass(slots=True)
@@ -148,11 +148,11 @@ class _Finder:
         large: Large,
         exact: bool,
         refused: Refused,
-        known: Ways,
+        cache: Ways,
         looks: Looks,
     ) -> None:
         self._joint, self._large_values = joint, large
-        self._exact, self._refused, self._known = exact, refused, known
+        self._exact, self._refused, self._ways = exact, refused, cache
         self._looks = looks
         self._order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self._backward = frozenset(joint.backward)
@@ -230,7 +230,7 @@ class _Finder:
             return ()
         if node not in counted.ways:
             counted.ways[node] = tuple(
-                way for way in self._known.of(node, counted.count) if self._is_allowed(node, way)
+                way for way in self._ways.of(node, counted.count) if self._is_allowed(node, way)
             )
         return counted.ways[node]
 

@@ -198,14 +198,14 @@ class Allocations:
         settings: settings of the device's allocator; ``None`` if it hands out exactly what is
             requested and reserves no more.
         budget_on: which of the two peaks the budget limits.
-        known: results by candidate.
+        replayed: results by candidate.
     """
 
     footprints: Footprints
     context_bytes: ContextBytes
     settings: AllocatorSettings | None = None
     budget_on: Counted = "allocated"
-    known: dict[Hashable, Allocated] = field(default_factory=dict)
+    replayed: dict[Hashable, Allocated] = field(default_factory=dict)
 
     def of(self, candidate: Candidate, program: Callable[[], Program]) -> Allocated:
         """Return the peaks of a candidate; they are never less than its ``peak_bytes``.
@@ -214,7 +214,7 @@ class Allocations:
         """
         if self.settings is None:
             return Allocated(candidate.peak_bytes, candidate.peak_bytes)
-        if candidate.key not in self.known:
+        if candidate.key not in self.replayed:
             requests = requests_of_step(
                 program(), self.context_bytes, self.footprints, candidate.moves, in_pieces=True
             )
@@ -222,8 +222,8 @@ class Allocations:
             # How a workspace is requested in pieces was measured at one size only.
             allocated_bytes = max(taken.allocated_bytes, candidate.peak_bytes)
             reserved_bytes = max(taken.reserved_bytes, allocated_bytes) + SPARE_BYTES
-            self.known[candidate.key] = Allocated(allocated_bytes, reserved_bytes)
-        return self.known[candidate.key]
+            self.replayed[candidate.key] = Allocated(allocated_bytes, reserved_bytes)
+        return self.replayed[candidate.key]
 
 
 def crowded(

@@ -204,7 +204,7 @@ class Evaluator:
 
         def numbers(tensors: Mapping[int, Iterable[fx.Node]]) -> Tensors:
             return tuple(
-                (i, tuple(sorted(order[n] for n in own))) for i, own in sorted(tensors.items())
+                (i, tuple(sorted(order[n] for n in kept))) for i, kept in sorted(tensors.items())
             )
 
         return Decision(numbers(missing), numbers(held), candidate.moves)
@@ -237,8 +237,8 @@ class Evaluator:
                 if needed[storage] >= 0:
                     nodes.setdefault(storage, []).append(order[arrays.nodes[node]])
         return tuple(
-            AcrossTurn(storage, nbytes[storage], tuple(own), used[storage], needed[storage])
-            for storage, own in nodes.items()
+            AcrossTurn(storage, nbytes[storage], tuple(read), used[storage], needed[storage])
+            for storage, read in nodes.items()
         )
 
 
@@ -269,11 +269,11 @@ def program_of(
 
     ops = decoded(codes).computations
     check_draws(line, ops)
-    modes, seen = [], set()
+    modes, have_run = [], set()
     for op in ops:
-        first = Mode.AGAIN if op.stage in seen else Mode.FIRST
+        first = Mode.AGAIN if op.stage in have_run else Mode.FIRST
         modes.append(Mode.BACKWARD if isinstance(op, Backward) else first)
-        seen.add(op.stage)
+        have_run.add(op.stage)
     data, at, totals = arrays.data, arrays.at, arrays.totals()
     made = []
     for index, block, rebuilds in calls[[OP, BLOCK, REBUILT], : totals["calls"]].T.tolist():
@@ -316,8 +316,8 @@ def carried_out(line: Line, blocks: BlockCache, schedule: Schedule, decision: De
     ]
     arrays = arrays_of(line, number, rebuilt, SizedNumbers.nothing(line, number))
     held = arrays.flags(b"")
-    for _, own in decision.held:
-        held[[number[nodes[i]] for i in own]] = 1
+    for _, tensors in decision.held:
+        held[[number[nodes[i]] for i in tensors]] = 1
     codes = coded(schedule)
     calls, _, _ = arrays.evaluate(codes, held)
     return program_of(arrays, line, blocks, codes, calls, line.joint.released)

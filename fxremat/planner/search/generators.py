@@ -110,7 +110,7 @@ class _Stage:
     def costs(self, gradient_bytes: int, options: tuple[SaveOption, ...]) -> StageCosts:
         """Return the costs of the stage, with ``gradient_bytes`` in memory after its backward."""
         chain, index = self.chain, self.index
-        seconds, saved = self.measured.stages[index], self._own.saved
+        seconds, saved = self.measured.stages[index], self._nodes.saved
         new_boundary = chain.nbytes({*chain.boundaries[index + 1]} - {*chain.boundaries[index]})
         passed_on = self._passed_on
         rebuild = self.evaluator.call_footprint(index, Mode.AGAIN, saved, kept=True)
@@ -134,36 +134,36 @@ class _Stage:
         """Return the save option that keeps the storages ``kept``."""
         # The first forward keeps what the backward reads of this stage.
         inputs = self._backward(option).inputs
-        own = frozenset(inputs).intersection(n for n in self._own.forward if is_tensor(n))
+        read = frozenset(inputs).intersection(n for n in self._nodes.forward if is_tensor(n))
         held_bytes = self.chain.nbytes(self.chain.added(self.index, kept))
         return SaveOption(
             kept,
             recompute_s,
-            self._forward_extra(own | self._passed_on, held_bytes),
+            self._forward_extra(read | self._passed_on, held_bytes),
             self._backward_extra(option),
         )
 
     @property
-    def _own(self) -> StageNodes:
+    def _nodes(self) -> StageNodes:
         return self.measured.line.stages[self.index]
 
     @property
     def _passed_on(self) -> frozenset[fx.Node]:
         """What every first forward returns: the boundary and pinned tensors."""
-        line, own = self.measured.line, self._own
-        boundary = frozenset(own.forward).intersection(boundary_after(line, self.index))
-        return boundary.union(own.pinned, (n for n in own.saved if n in line.pinned))
+        line, nodes = self.measured.line, self._nodes
+        boundary = frozenset(nodes.forward).intersection(boundary_after(line, self.index))
+        return boundary.union(nodes.pinned, (n for n in nodes.saved if n in line.pinned))
 
     def _forward_extra(self, asked: Iterable[fx.Node], held_bytes: int) -> int:
         """Return a first forward's peak beyond its input, pinned tensors and ``held_bytes``."""
         line = self.measured.line
         table = line.joint.storages
-        pinned = table.total(table.of(self._own.pinned) - table.of(line.joint.given))
+        pinned = table.total(table.of(self._nodes.pinned) - table.of(line.joint.given))
         forward = self.evaluator.call_footprint(self.index, Mode.FIRST, asked, kept=True)
         return max(forward.peak_bytes - held_bytes - pinned, 0)
 
     def _backward(self, option: int) -> CallFootprint:
-        asked = self._own.results
+        asked = self._nodes.results
         return self.evaluator.call_footprint(
             self.index, Mode.BACKWARD, asked, option=option, kept=False
         )

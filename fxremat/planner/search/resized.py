@@ -97,7 +97,7 @@ def search_at(
     alone: tuple[Pool, ...] = (pool,)
     if apart and same_size:
         again = functools.cache(lambda c: evaluator.candidate(c.codes, c.held))
-        alone = tuple(Pool.of(baseline, map(again, own.members)) for own in search.alone)
+        alone = tuple(Pool.of(baseline, map(again, other.members)) for other in search.alone)
     return replace(
         search,
         measured=measured,

@@ -137,15 +137,14 @@ class Search:
         for candidates in (every, *by_generator):
             pools.append(climbs.pool(candidates))
             progress(PLAN, len(by_generator) + len(pools), parts)
-        best, *alone = pools
         return Search(
             measured,
             setting,
             evaluator,
             partial(Relaxation.of, measured, blocks, context_bytes),
             solved=Pool.of(baseline, every),
-            pool=Pool.of(baseline, (c for own in (best, *alone) for c in own.members)),
-            alone=tuple(alone),
+            pool=Pool.of(baseline, (c for pool in pools for c in pool.members)),
+            alone=tuple(pools[1:]),
             allocations=Allocations(footprints, context_bytes, allocator, budget_on),
         )
 
@@ -169,7 +168,7 @@ class Search:
         return self.pool.baseline
 
     @property
-    def settled(self) -> frozenset[int]:
+    def immovable(self) -> frozenset[int]:
         """Storages that cannot travel to the host.
 
         They are those that are held elsewhere, those on another device, and those that a copy would

@@ -77,20 +77,20 @@ class Transfers:
         search: the search.
         host: the host memory.
         link: its speed, measured with the kind of memory that will be used.
-        settled: storages that cannot travel.
+        immovable: storages that cannot travel.
         movable: the storages of each candidate that could travel.
         candidates: the candidates of the search that ``host`` allows.
-        known: candidates that were chosen for other context bytes.
+        previous: candidates that were chosen for other context bytes.
     """
 
     search: Search
     host: HostMemory
     link: MeasuredLink
-    settled: frozenset[int]
+    immovable: frozenset[int]
     movable: tuple[Movable, ...]
     candidates: tuple[Candidate, ...]
-    known: tuple[Candidate, ...] = ()
-    _least_found: list[tuple[int, Candidate]] = field(
+    previous: tuple[Candidate, ...] = ()
+    _least_cache: list[tuple[int, Candidate]] = field(
         default_factory=list, init=False, compare=False
     )
 
@@ -108,13 +108,13 @@ class Transfers:
                 link = measure_link(device, host_dir=host.folder, host_limit_bytes=host.limit_bytes)
         pools = (search.pool, *search.alone)
         candidates = (search.baseline,) if host.only else bases.of_pools(pools)
-        settled = search.settled
+        immovable = search.immovable
         if host.conv:
             joint = search.measured.line.joint
-            settled |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint)
+            immovable |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint)
         evaluations = map(search.evaluator.evaluation, candidates)
-        movable = tuple(Movable.of(evaluation, settled) for evaluation in evaluations)
-        return Transfers(search, host, link, settled, movable, candidates)
+        movable = tuple(Movable.of(evaluation, immovable) for evaluation in evaluations)
+        return Transfers(search, host, link, immovable, movable, candidates)
 
     @property
     def least_bytes(self) -> int:
@@ -133,12 +133,12 @@ class Transfers:
     def knowing(self, found: Iterable[Candidate]) -> Transfers:
         """Return these transfers with candidates that were chosen for other context bytes."""
         evaluator, limit = self.search.evaluator, self._host_limit_bytes
-        known = []
+        previous = []
         for other in found:
             if limit is None or other.host_bytes <= limit:
                 evaluation = evaluator.evaluation(other)
-                known.append(replace(other, peak_bytes=evaluation.peak_bytes))
-        return replace(self, known=tuple(sorted(known, key=lambda candidate: candidate.total_s)))
+                previous.append(replace(other, peak_bytes=evaluation.peak_bytes))
+        return replace(self, previous=tuple(sorted(previous, key=lambda c: c.total_s)))
 
     def graded(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
         """Yield each candidate with everything on the device, and with more and more of it away."""
@@ -167,13 +167,13 @@ class Transfers:
         return replace(candidate, peak_bytes=peak_bytes, total_s=total_s, moves=moves)
 
     def _movable(self, candidate: Candidate) -> Movable:
-        return Movable.of(self.search.evaluator.evaluation(candidate), self.settled)
+        return Movable.of(self.search.evaluator.evaluation(candidate), self.immovable)
 
     def _least(self) -> tuple[int, Candidate]:
         """Return the least feasible budget, and a candidate that meets it."""
-        if not self._least_found:
-            self._least_found.append(self._find_least())
-        return self._least_found[0]
+        if not self._least_cache:
+            self._least_cache.append(self._find_least())
+        return self._least_cache[0]
 
     def _find_least(self) -> tuple[int, Candidate]:
         pairs = zip(self.movable, self.candidates, strict=True)
@@ -189,7 +189,7 @@ class Transfers:
             if best is None or counted < best[0]:
                 best = counted, with_moves
         assert best is not None
-        for cached in self.known:
+        for cached in self.previous:
             if cached.peak_bytes < best[0]:
                 counted = self.search.counted_bytes(cached)
                 best = min(best, (counted, cached), key=lambda entry: entry[0])
@@ -320,7 +320,7 @@ class Transfers:
 
     def _cached_within(self, budget_bytes: int) -> Candidate | None:
         """Return the fastest candidate chosen for other context bytes that fits."""
-        fitting = (c for c in self.known if self.search.counted_bytes(c) <= budget_bytes)
+        fitting = (c for c in self.previous if self.search.counted_bytes(c) <= budget_bytes)
         return next(fitting, None)
 
     def _without_moves(self, budget_bytes: int) -> Candidate | None:

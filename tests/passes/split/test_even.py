@@ -11,9 +11,9 @@ from torch import Tensor
 import tests.passes.split.layers  # noqa: F401
 from fxremat.costs.cache import CostCache
 from fxremat.costs.contrast import contrasts
-from fxremat.passes.split.families import EXACT
+from fxremat.passes.split.operators import EXACT
 from fxremat.passes.split.parts import same_bits
-from fxremat.passes.split.rules import is_pointwise, ways
+from fxremat.passes.split.ways import is_pointwise, ways
 from tests.examples import examples
 from tests.passes.split.cases import CASES, Draws, drawn, operator_of
 from tests.passes.split.parts import alone

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
 from fxremat.passes.split.memory import ROW_BY_ROW, is_along_last, makes_its_memory
-from fxremat.passes.split.rules import SEEDED
+from fxremat.passes.split.ways import SEEDED
 from tests.examples import examples
 from tests.passes.split.cases import CASES, Draws, drawn, operator_of
 

@@ -18,7 +18,7 @@ from tests.models.recurrent import UnrolledGRU
 def found(joint: JointGraph, share: int) -> list[Run]:
     """With values above so much of the largest storage in parts."""
     most_bytes = max(joint.storages.nbytes) // share
-    return runs_of(joint, Large(most_bytes), exact=False, refused=set(), known=Ways())
+    return runs_of(joint, Large(most_bytes), exact=False, refused=set(), cache=Ways())
 
 
 @pytest.mark.parametrize("name", ["gpt", "hf_llama", "gru", "unet", "tied"])
@@ -50,7 +50,7 @@ def test_looks_are_linear_in_a_loop_that_is_unrolled():
     def looks(steps: int) -> int:
         made = Looks()
         joint = capture(UnrolledGRU(steps=steps), (torch.randn(4, steps, 16),)).line.joint
-        arguments = {"exact": False, "refused": set(), "known": Ways(), "looks": made}
+        arguments = {"exact": False, "refused": set(), "cache": Ways(), "looks": made}
         runs_of(joint, Large(min(joint.storages.nbytes)), **arguments)
         return made.count
 
@@ -64,7 +64,7 @@ def test_a_search_ends_where_it_is_out_of_looks():
     most_bytes = max(joint.storages.nbytes) // 32
     all_of_them, some = Looks(), Looks(10)
     for looks in (all_of_them, some):
-        arguments = {"exact": False, "refused": set(), "known": Ways(), "looks": looks}
+        arguments = {"exact": False, "refused": set(), "cache": Ways(), "looks": looks}
         runs_of(joint, Large(most_bytes), **arguments)
     assert not all_of_them.are_out
     assert some.are_out

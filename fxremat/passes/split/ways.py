@@ -1,6 +1,6 @@
 """Ways in which an operation can be computed for some rows at a time.
 
-An operation can be split along a sequence of labels (``passes.split.labels``) if each of its
+An operation can be split along a sequence of labels (``passes.split.dims``) if each of its
 tensors has the whole sequence, unbroken, or none of it. A tensor without it is read whole, or is a
 sum.
 """
@@ -18,8 +18,8 @@ from torch import fx
 
 from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.joint.sizes import product
-from fxremat.passes.split import families
-from fxremat.passes.split.labels import (
+from fxremat.passes.split import operators
+from fxremat.passes.split.dims import (
     Call,
     Dims,
     Labels,
@@ -101,17 +101,17 @@ def ways(node: fx.Node, count: int) -> tuple[Way, ...]:
 def _rule_of(node: fx.Node) -> Rule | None:
     tags = node.target.tags  # type: ignore[union-attr]
     is_pointwise = torch.Tag.pointwise in tags and SEEDED not in tags
-    return families.RULES.get(name_of(node), families.pointwise if is_pointwise else None)
+    return operators.RULES.get(name_of(node), operators.pointwise if is_pointwise else None)
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Return whether an operator of aten computes each number from the numbers in its place."""
-    return _rule_of(node) is families.pointwise
+    return _rule_of(node) is operators.pointwise
 
 
 def reads_indices(node: fx.Node) -> bool:
     """Return whether an operator of aten may read integers as indices."""
-    return _rule_of(node) in families.BY_INDEX
+    return _rule_of(node) in operators.BY_INDEX
 
 
 def for_rows(node: fx.Node, way: Way, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -134,9 +134,9 @@ def _resized(node: fx.Node, way: Way, rows: int) -> Iterator[tuple[str, Any]]:
         yield SHAPED[name], list(part_of(shape_of(node), where, rows))
     if name.startswith("native_group_norm"):
         yield "N", rows
-    if families.RULES.get(name) is families.sliced:
+    if operators.RULES.get(name) is operators.sliced:
         call = call_of(node)
-        if call is not None and families.is_all(call):
+        if call is not None and operators.is_all(call):
             yield "end", 2**63 - 1
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fxremat.passes.split.labels import (
+from fxremat.passes.split.dims import (
     Call,
     Dims,
     Labels,
@@ -320,7 +320,7 @@ def distance(call: Call) -> Dims | None:
     return Dims(inputs, outputs, frozenset(labels))
 
 
-FAMILIES: Mapping[Rule, str] = {
+OPERATORS_BY_RULE: Mapping[Rule, str] = {
     pointwise: "_to_copy detach alias lift_fresh_copy copy where.self where.ScalarOther"
     " where.ScalarSelf where.Scalar masked_fill.Tensor hardswish hardswish_backward elu_backward"
     " hardtanh_backward leaky_relu_backward softplus_backward mish_backward hardsigmoid_backward"
@@ -377,7 +377,7 @@ def overloads(names: str | Sequence[str]) -> list[str]:
 
 
 RULES: Mapping[str, Rule] = {
-    name: rule for rule, names in FAMILIES.items() for name in overloads(names)
+    name: rule for rule, names in OPERATORS_BY_RULE.items() for name in overloads(names)
 }
 
 EXACT = frozenset(overloads(EVEN))
