@@ -176,7 +176,7 @@ def compile(
 def plan(
     model: nn.Module, sample: object, budget: Readable, *, check: bool = False, **options: Any
 ) -> Plan:
-    """The plan that :func:`compile` would follow for a model that is captured as one graph.
+    """Return the plan that :func:`compile` would follow for a model captured as one graph.
 
     Args:
         model: the module to train; it is not changed.
@@ -204,7 +204,7 @@ def plan(
 def frontier(
     model: nn.Module, sample: object, *, counted: Counted = "allocated", **options: Any
 ) -> Frontier:
-    """The least step time at every budget, by recomputation alone.
+    """Return the least step time at every budget, by recomputation alone.
 
     All points come from the tables that plans are made from: no solver runs for a point. At the
     least peaks runs of operations are computed in parts, as ``bits`` and ``effort`` allow.
@@ -241,7 +241,7 @@ def max_batch(
     most: int | None = None,
     **options: Any,
 ) -> Batches:
-    """The largest batch that fits ``budget``, and the one of the most samples a second.
+    """Return the largest batch that fits ``budget``, and the one of the most samples a second.
 
     The step is captured and measured once, at the sample, which need not fit itself. All else is
     computed; nothing is run of any other size but convolutions, whose libraries must be asked what
@@ -326,7 +326,7 @@ def estimate(
     verify: bool = False,
     **options: Any,
 ) -> Estimate:
-    """What a training step would take of a device, which need not be here; nothing is allocated.
+    """Estimate a training step on a device that need not be present; nothing is allocated.
 
     The step is captured without data and planned as :func:`compile` plans it. Bytes follow from
     shapes: on a CPU they are those of :func:`compile`, but for what operations take while they

@@ -236,7 +236,7 @@ class Graph:
         return f"inductor, but not {', '.join(failed)}" if failed else "inductor"
 
     def origin(self) -> Origin:
-        """What costs of it hold for that are measured now."""
+        """Return what costs of it hold for that are measured now."""
         return origin_of_costs(self._digests, self.device, self.executor, self._target)
 
     @property
@@ -256,7 +256,7 @@ class Graph:
         return self._variants
 
     def variant(self, form: Form) -> Variant:
-        """The step in one form.
+        """Return the variant of a form, which is measured if it is new.
 
         Raises:
             PlanError: it has no such form.
@@ -316,7 +316,7 @@ class Graph:
         self.peers, self.bound = peers, True
 
     def _real(self, joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
-        """Values of primals, where known."""
+        """Return the values of primals that are real."""
         return {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
 
     def line(self, form: Form, *, looks: Looks | None = None) -> Line:
@@ -360,7 +360,7 @@ class Graph:
         )
 
     def _other_bits(self, parts: Parts, given: Sequence[torch.Tensor]) -> Changed:
-        """What differs where a run is computed in parts.
+        """Return what differs where a run is computed in parts.
 
         Only rules say it for another device, and where sizes follow from data.
         """
@@ -442,7 +442,7 @@ class Graph:
         return self.resized(self.variants[0], values, run=False)
 
     def joint_at(self, values: Values) -> JointGraph:
-        """The traced graph with its storages as large as they are at sizes ``values``."""
+        """Return the traced graph with the storages of sizes ``values``."""
         return self.traced(values).line.joint
 
     def held(self, context: StepContext) -> ContextBytes:
@@ -451,28 +451,28 @@ class Graph:
         return context.around(traced.base, traced.line.joint)
 
     def described(self, context: StepContext) -> tuple[tuple[str, int], ...]:
-        """What a call finds and its bytes, for people."""
+        """Return what a call finds and its bytes, for people."""
         traced = self.traced(context.sizes)
         return context.described(traced.base, traced.line.joint)
 
     def given_bytes(self, context: StepContext) -> int:
-        """Bytes that are held throughout a call."""
+        """Return the bytes that are held throughout a call."""
         traced = self.traced(context.sizes)
         return context.given_bytes(traced.base, traced.line.joint)
 
     def turn_bytes(self, context: StepContext) -> int:
-        """Bytes that the step's own loss needs at a call."""
+        """Return the bytes that the step's own loss needs in a context."""
         return context.turn_bytes(self.traced(context.sizes).base)
 
     def tangent_bytes(self, values: Values) -> int:
-        """Bytes of the gradients of the outputs, at sizes ``values``."""
+        """Return the bytes of the gradients of the outputs at sizes ``values``."""
         return self.traced(values).base.tangent_bytes
 
     def _note_measuring(self, nbytes: int) -> None:
         self.measuring_bytes = max(self.measuring_bytes, nbytes)
 
     def _resize(self, variant: Variant, values: Values, *, run: bool) -> Variant:
-        """``variant`` at other sizes."""
+        """Return ``variant`` at other sizes."""
         line, blocks = variant.blocks.line, variant.blocks  # as traced
         if run and self._target is None:
             scaled = self.resized(variant, values, run=False)
@@ -491,7 +491,7 @@ class Graph:
         return replace(variant, measured=measured, base=base)
 
     def aside_bytes(self, values: Values) -> int:
-        """Bytes set aside for workspaces at sizes ``values``, where none is known."""
+        """Return the bytes set aside for workspaces that were not measured, at sizes ``values``."""
         return self._aside_bytes(self.traced(values).line.joint)
 
     def _aside_bytes(self, joint: JointGraph) -> int:
@@ -507,7 +507,7 @@ class Graph:
         )
 
     def _measured(self, origin: Origin, blocks: BlockCache, form: Form) -> Measured:
-        """What a graph costs: given, estimated, known, or measured now."""
+        """Return what a graph costs: given, estimated, cached, or measured now."""
         line = blocks.line
         if self.costs is not None and form == TRACED:
             return Measured.of(line, self.costs)

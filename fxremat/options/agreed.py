@@ -70,7 +70,7 @@ def _shown(asked: Arguments, option: str) -> str:
 
 
 def _decided(plan: Plan) -> str:
-    """A short name of what a plan decides for; constants may be each process's own."""
+    """Return a short digest of what a plan decides, without constants of one process."""
     origin = plan.origin and replace(plan.origin, code="")
     decided = json.dumps(encode(Decision, plan.decision)), str(plan.schedule)
     told = "" if origin is None else key_of(origin, decided=decided)

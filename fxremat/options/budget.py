@@ -83,11 +83,11 @@ class Budget:
         return str(amount) if self.counted == "allocated" else f"'{amount} {self.counted}'"
 
     def settled(self, nbytes: int) -> Budget:
-        """The budget where it means so many bytes from now on."""
+        """Return the budget with ``nbytes`` as its meaning."""
         return Budget(self.written, nbytes, counted=self.counted)
 
     def bytes_of(self, *, full_bytes: int, least_bytes: int) -> int:
-        """Bytes that it names, feasible or not, of the peak with everything kept and the least."""
+        """Return the bytes that it names, feasible or not, of the full and the least peak."""
         if self.nbytes is not None:
             return self.nbytes
         return least_bytes if self.share is None else int(self.share * full_bytes)
@@ -221,7 +221,7 @@ class TrainingBudget:
 
 
 def _share(least_bytes: int, full_bytes: int) -> float:
-    """The least share of ``full_bytes``, in few digits, that is ``least_bytes`` or more."""
+    """Return the least share of ``full_bytes``, in few digits, that is at least ``least_bytes``."""
     parts = 1000
     while True:
         share = min(1.0, math.ceil(parts * least_bytes / full_bytes) / parts)
@@ -245,7 +245,7 @@ _SHARE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*(%?)\s*
 
 
 def _share_of(written: object) -> float | None:
-    """The share that is written as a float, or as text with a point or in percent."""
+    """Return a share that is written as a float, or as text with a point or in percent."""
     if isinstance(written, (float, np.floating)):
         return float(written)
     match = _SHARE.fullmatch(written) if isinstance(written, str) else None

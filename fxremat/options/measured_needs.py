@@ -42,7 +42,7 @@ class LossNeeds:
     left_bytes: int = 0
 
     def of(self, outputs: object) -> LossNeeds:
-        """What the same loss takes of other outputs, in proportion to their bytes."""
+        """Return what the same loss takes of other outputs, in proportion to their bytes."""
         found = _bytes_of(outputs)
         share = found / self.outputs_bytes if self.outputs_bytes else 1.0
         sizes = self.nbytes, self.small_bytes, self.left_bytes
@@ -86,7 +86,7 @@ def needs_of_loss(
 def _measured(
     loss: Callable[[Any], torch.Tensor], outputs: object, adopt: Callable[[Any], Any] | None
 ) -> LossNeeds:
-    """What one run of ``loss`` takes."""
+    """Return what one run of ``loss`` takes."""
     leaves, spec = pytree.tree_flatten(outputs)
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
     made: dict[int, torch.Tensor] = {}
@@ -128,7 +128,7 @@ def _measured(
 
 
 def _checked(loss: object, result: object) -> torch.Tensor:
-    """What a loss returned, if a backward can begin there."""
+    """Return what a loss returned, if a backward can begin there."""
     if not isinstance(result, torch.Tensor):
         got = "None" if result is None else f"a {type(result).__name__}"
     elif result.numel() != 1:

@@ -67,12 +67,12 @@ class FormatError(ValueError):
 
 
 def encode(kind: Callable[..., T], value: T) -> Any:
-    """``value``, of type ``kind``, as what ``json`` can write."""
+    """Return ``value``, of type ``kind``, as what ``json`` can write."""
     return _write(kind, value)
 
 
 def decode(kind: Callable[..., T], data: object) -> T:
-    """The value of type ``kind`` that :func:`encode` made ``data`` of.
+    """Return the value of type ``kind`` that :func:`encode` made ``data`` of.
 
     Raises:
         FormatError: ``data`` is of another form.
@@ -163,7 +163,7 @@ def _read_union(kind: Any, classes: dict[str, Any], data: Any) -> Any:
 
 @functools.cache
 def _form(kind: Any) -> tuple[Any, Any]:
-    """How values of a type are written, and the types of their parts.
+    """Return how values of a type are written, and the types of their parts.
 
     ``object``, with names and types of fields; ``list`` or ``tuple``, with one type for all items
     or one for each; ``Union``, with classes by their names; ``Enum``; or a type of JSON's, with the
@@ -189,7 +189,7 @@ def _form(kind: Any) -> tuple[Any, Any]:
 
 
 def _checked(make: Callable[[], Any]) -> Any:
-    """What ``make`` returns; values that it refuses are no valid data."""
+    """Return what ``make`` returns; values that it refuses are invalid data."""
     try:
         return make()
     except (TypeError, ValueError) as error:
@@ -210,7 +210,7 @@ def _inside(place: str, kind: Any, data: object) -> Any:
 
 
 def pack(kind: str, contents: dict[str, Any], *, packed: bool) -> bytes:
-    """``contents`` under the name of their kind, the same bytes for the same contents."""
+    """Return ``contents`` under the name of their kind, the same bytes for the same contents."""
     head = {"format": f"fxremat {kind}", "version": VERSION}
     text = json.dumps({**head, **contents}, allow_nan=False, separators=(",", ":"))
     data = text.encode()
@@ -218,7 +218,7 @@ def pack(kind: str, contents: dict[str, Any], *, packed: bool) -> bytes:
 
 
 def unpack(kind: str, data: bytes) -> dict[str, Any]:
-    """What :func:`pack` was given.
+    """Return the contents that :func:`pack` was given.
 
     Raises:
         FormatError: it was not given that, or the data is damaged.
@@ -241,7 +241,7 @@ def unpack(kind: str, data: bytes) -> dict[str, Any]:
 
 
 def _unzipped(data: bytes) -> bytes:
-    """What was packed, of which no more is made than a plan can be.
+    """Return what was packed, up to the size that a plan can have.
 
     Raises:
         FormatError: it is more.
@@ -298,7 +298,7 @@ def write_made(what: str, path: str | os.PathLike[str], make: Callable[[], bytes
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """What a user has given as a path.
+    """Return a path that a user has given.
 
     Raises:
         PlanError: it is none.

@@ -109,7 +109,8 @@ class Estimate:
         return limit is None or self.least_budget_bytes <= limit
 
     def at_peak(self, plan: Plan) -> dict[str, int]:
-        """Bytes at the peak of a plan, by what they are held for; their sum is the peak.
+        """Return the bytes at the peak of a plan by what they are held for; they sum up to the
+        peak.
 
         That of ``kept`` is the peak of the usual loop: what its later steps hold, and the first one
         does not, is one of them.
@@ -129,7 +130,7 @@ class Estimate:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """All figures of the estimate as a dict that ``json`` can write: bytes and seconds."""
+        """Return all figures as a dict that ``json`` can write, in bytes and seconds."""
         plan = self.plan
         return {
             "device": self.device,
@@ -176,11 +177,11 @@ class Estimate:
         return "\n".join([*self.lines(), "more: plan, frontier, facts()"])
 
     def _repr_html_(self) -> str:
-        """What is printed, for a notebook."""
+        """Return the printed text for a notebook."""
         return f"<pre>{escape(repr(self))}</pre>"
 
     def lines(self) -> list[str]:
-        """The lines of text that :meth:`show` prints."""
+        """Return the lines of text that :meth:`show` prints."""
         slowest_s = self.frontier.points[0].predicted_s
         rows = [
             ("everything kept", self.peak_bytes, _step(self.predicted_s)),
@@ -212,7 +213,7 @@ class Estimate:
         ]
 
     def _counted(self) -> list[str]:
-        """A table of what is held at the peaks, and what was assumed of it."""
+        """Return a table of what is held at the peaks, and what was assumed of it."""
         plans = [self.kept] if self.plan is None else [self.kept, self.plan]
         heads = ("all kept", "the plan")[: len(plans)]
         always = (Kind.GRADIENTS.value, Kind.OPTIMIZER.value)

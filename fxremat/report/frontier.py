@@ -19,7 +19,7 @@ WIDTH = 100
 
 
 def _figure() -> tuple[Any, Any]:
-    """A figure of matplotlib and its axes.
+    """Return a figure of matplotlib and its axes.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -68,7 +68,7 @@ class Frontier:
         return self.points[-1]
 
     def at(self, budget: int | str) -> FrontierPoint | None:
-        """The fastest step within a budget; ``None`` below the least feasible one.
+        """Return the fastest step within a budget; ``None`` below the least feasible one.
 
         Args:
             budget: bytes as an int, or as text such as ``"6 GiB"``.
@@ -86,7 +86,9 @@ class Frontier:
         return within[-1] if within else None
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
-        """Peak, seconds, and seconds beyond everything kept, of some points from least to most."""
+        """Return peak, seconds, and seconds beyond everything kept, of some points from least to
+        most.
+        """
         last, kept_s = len(self.points) - 1, self.baseline.predicted_s or 1.0
         places = sorted({round(i * last / (SHOWN - 1)) for i in range(SHOWN)})
         return tuple(
@@ -99,7 +101,7 @@ class Frontier:
         )
 
     def __repr__(self) -> str:
-        """Some of the points; all of them are in ``points``."""
+        """Return some of the points; all of them are in ``points``."""
         count = len(self.points)
         rows = "\n".join(f"  {peak:>11} {time:>8} {more:>7}" for peak, time, more in self.rows())
         return (
@@ -108,7 +110,7 @@ class Frontier:
         )
 
     def _repr_html_(self) -> str:
-        """A table of some points, for a notebook."""
+        """Return a table of some points for a notebook."""
         heads = "".join(f"<th>{name}</th>" for name in ("budget", "step", "beyond everything kept"))
         rows = ("".join(f"<td>{text}</td>" for text in row) for row in self.rows())
         body = "".join(f"<tr>{row}</tr>" for row in rows)
@@ -135,7 +137,7 @@ class Frontier:
 
 
 def frontier_of(pairs: list[tuple[int, float]]) -> Frontier:
-    """The best among pairs of peak bytes and seconds; the lowest peak among the fastest."""
+    """Return the pairs of peak bytes and seconds that no other pair beats in both."""
     points: list[FrontierPoint] = []
     for peak_bytes, seconds in sorted(pairs):
         if not points or seconds < points[-1].predicted_s:

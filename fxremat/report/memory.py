@@ -104,7 +104,7 @@ class StepMemory:
         return self.end + 1 if self.lives else 0
 
     def held_bytes(self, lives: tuple[Life, ...] | None = None) -> tuple[int, ...]:
-        """Bytes at each instant, of ``lives`` (all of them if ``None``)."""
+        """Return the bytes that ``lives`` hold at each instant; ``None``: all lives."""
         changes = [0] * (self.count + 1)
         for life in self.lives if lives is None else lives:
             changes[life.begin] += self.tensors[life.tensor].nbytes
@@ -112,12 +112,12 @@ class StepMemory:
         return tuple(accumulate(changes[:-1]))
 
     def spans(self) -> Iterator[range]:
-        """The instants of each call; at the last of them it is done."""
+        """Yield the instants of each call; at the last of them it is done."""
         for first, after in zip(self.calls, (*self.calls[1:], self.end), strict=True):
             yield range(first, self.turn if first < self.turn < after else after)
 
     def times(self, timeline: Timeline) -> tuple[float, ...]:
-        """Seconds at which each instant begins; those of a call are spread evenly over it.
+        """Return the seconds at which each instant begins, spread evenly over its call.
 
         Args:
             timeline: of the plan that this is the memory of, predicted or measured.
@@ -138,12 +138,12 @@ class StepMemory:
         return max(self.held_bytes(), default=0)
 
     def most_bytes(self, kind: Kind) -> int:
-        """Most bytes of one kind at any instant."""
+        """Return the most bytes of one kind at any instant."""
         own = tuple(life for life in self.lives if self.tensors[life.tensor].kind is kind)
         return max(self.held_bytes(own), default=0)
 
     def at_peak(self) -> dict[Kind, int]:
-        """Bytes of each kind at the first instant at which most is held."""
+        """Return the bytes of each kind at the first instant at which most is held."""
         held = self.held_bytes()
         found = dict.fromkeys(Kind, 0)
         if held:
@@ -191,7 +191,7 @@ class Area:
 
 
 def areas_of(memory: StepMemory) -> tuple[Area, ...]:
-    """What is held, lowest area first; none is empty."""
+    """Return what is held, the lowest area first; none is empty."""
     bands = _bands(memory.modules)
     band_of = {stage: i for i, (_, stages) in enumerate(bands) for stage in stages}
     found: defaultdict[tuple[Kind, int], list[Life]] = defaultdict(list)
@@ -212,12 +212,12 @@ def areas_of(memory: StepMemory) -> tuple[Area, ...]:
 
 
 def _colour(depth: float) -> str:
-    """Of activations, ``depth`` of the way through the model."""
+    """Return the color of activations that are ``depth`` of the way through the model."""
     return f"hsl({152 + 42 * depth:.0f} {38 + 14 * depth:.0f}% {62 - 22 * depth:.0f}%)"
 
 
 def _bands(modules: Sequence[str]) -> list[tuple[str, range]]:
-    """Stages in runs by the block of the model that they are in, at most ``MOST_BANDS``."""
+    """Return at most ``MOST_BANDS`` runs of stages, each of one block of the model."""
     blocks = blocks_of(modules)
     runs = [list(own) for _, own in groupby(range(len(blocks)), key=blocks.__getitem__)]
     count = min(len(runs), MOST_BANDS)

@@ -13,7 +13,7 @@ BETWEEN = " … "
 
 
 def common_module(modules: Iterable[str]) -> str:
-    """The innermost module that several lie in; where they are of two blocks, both ends."""
+    """Return the innermost module that contains several; of two blocks, both ends."""
     found = list(dict.fromkeys(filter(None, modules)))
     if not found:
         return ""
@@ -26,14 +26,14 @@ def common_module(modules: Iterable[str]) -> str:
 
 
 def block_of(module: str) -> str:
-    """The outermost numbered module that one is in, else the outermost."""
+    """Return the outermost numbered module that contains one, else the outermost."""
     parts = module.split(BETWEEN, maxsplit=1)[0].split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1 if numbers else 1])
 
 
 def blocks_of(modules: Iterable[str]) -> list[str]:
-    """The block of each stage; one of no module goes with what comes before it."""
+    """Return the block of each stage; a stage of no module belongs to the block before it."""
     blocks: list[str] = []
     for module in modules:
         blocks.append(block_of(module) or (blocks[-1] if blocks else ""))
@@ -41,12 +41,12 @@ def blocks_of(modules: Iterable[str]) -> list[str]:
 
 
 def pattern_of(module: str) -> str:
-    """The name with stars in place of numbers: the same for repeated blocks."""
+    """Return the name with stars in place of numbers, which repeated blocks share."""
     return _NUMBER.sub("*", module)
 
 
 def named(modules: Sequence[str]) -> str:
-    """Modules that follow each other: ``blocks.0–4.mlp``, or the first and the last."""
+    """Return one name for successive modules: ``blocks.0–4.mlp``, or the first and the last."""
     known = [module for module in modules if module]
     if not known or known[0] == known[-1]:
         return known[0] if known else ""
@@ -60,5 +60,5 @@ def named(modules: Sequence[str]) -> str:
 
 
 def span(first: int, last: int) -> str:
-    """Numbers that follow each other."""
+    """Return the text for the numbers from ``first`` to ``last``."""
     return str(first) if first == last else f"{first}–{last}"

@@ -22,7 +22,7 @@ FOLDER = "html"
 
 
 def page_with(data: dict[str, Any]) -> str:
-    """A page that shows what its script reads."""
+    """Return a page that shows the data its script reads."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     page = _part("page.html")
     # Nothing in the data can end the element that it is in.
@@ -40,7 +40,7 @@ def _part(name: str) -> str:
 
 
 def data_of(plan: AnyPlan) -> dict[str, Any]:
-    """What the script draws: bytes and seconds as they are in the plan.
+    """Return what the script draws, with bytes and seconds as they are in the plan.
 
     Raises:
         PlanError: the plan does not say which tensors are held when.
@@ -97,7 +97,7 @@ def _nbytes(op: object) -> int:
 
 
 def _stage(stage: StageReport, module: str) -> dict[str, Any]:
-    """A row of the page's table of stages."""
+    """Return a row of the page's table of stages."""
     return {
         "stage": stage.index,
         "module": module,
@@ -113,7 +113,7 @@ def _stage(stage: StageReport, module: str) -> dict[str, Any]:
 
 
 def _regions(step: StepPlan, view: StepView) -> Iterator[dict[str, Any]]:
-    """Rows of the page's table of regions."""
+    """Yield the rows of the page's table of regions."""
     begins = (*view.first_stages, len(view.stage_names))
     for group in group_regions(step):
         yield {

@@ -91,13 +91,13 @@ class Shown:
         write_made("trace", path, lambda: trace_of(_any(self), traced).encode())
 
     def __repr__(self) -> str:
-        """In a few lines; all of it is in its attributes."""
+        """Return a few lines; everything is in the attributes."""
         from fxremat.report.summary import shortly  # noqa: PLC0415
 
         return shortly(_any(self))
 
     def _repr_html_(self) -> str:
-        """The plan in a notebook."""
+        """Return the plan for a notebook."""
         from fxremat.report.page import notebook_of  # noqa: PLC0415
 
         return notebook_of(_any(self))
@@ -239,7 +239,7 @@ class Plan(Shown, Checked):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """A plan that :meth:`save` wrote; the model is not needed.
+        """Return a plan that :meth:`save` wrote; the model is not needed.
 
         Raises:
             PlanError: the file cannot be read, is damaged, or holds no plan.
@@ -378,7 +378,7 @@ class StepPlan(Shown):
         ) + ("\n" if alike else "")
 
     def _headline(self, places: list[int]) -> str:
-        """Numbers of regions, counted from 1, and what ended them."""
+        """Return the numbers of regions, counted from 1, and what ended them."""
         runs: list[list[int]] = []
         for place in places:
             if not runs or runs[-1][1] + 1 != place:
@@ -394,7 +394,7 @@ AnyPlan = Plan | StepPlan
 
 
 def plans_of(plan: AnyPlan) -> tuple[Plan, ...]:
-    """The plan of each graph of a step."""
+    """Return the plan of each graph of a step."""
     if isinstance(plan, StepPlan):
         return tuple(row.plan for row in plan.regions)
     return (plan,)

@@ -101,7 +101,7 @@ class StageReport:
 
 
 def report_stages(plan: Plan) -> tuple[StageReport, ...]:
-    """A report of each stage, in forward order."""
+    """Return a report of each stage, in forward order."""
     chain, events = plan.chain, plan.timeline.events
     runs = _runs(plan)
     backward_s = {
@@ -140,12 +140,12 @@ def report_stages(plan: Plan) -> tuple[StageReport, ...]:
 
 
 def executed_stages(plan: Plan) -> tuple[StageReport, ...]:
-    """Reports of the stages of which the emitted graphs run something."""
+    """Return reports of the stages of which the emitted graphs run something."""
     return tuple(report for report in report_stages(plan) if report.executed)
 
 
 def _held(plan: Plan, runs: list[list[Run]], index: int) -> frozenset[int]:
-    """What is held of the saved set of stage ``index`` after the first forward."""
+    """Return what is held of the saved set of stage ``index`` after the first forward."""
     chain, first = plan.chain, runs[index][0]
     if first.keep is Keep.ALL:
         options = plan.costs.stages[index].options
@@ -157,7 +157,7 @@ def _held(plan: Plan, runs: list[list[Run]], index: int) -> frozenset[int]:
 
 
 def _runs(plan: Plan) -> list[list[Run]]:
-    """The forwards of each stage.
+    """Return the forwards of each stage.
 
     A forward whose predecessor is the forward of the stage before reads what that one
     wrote; any other reads an input that was held, so a run of forwards starts there, and so
@@ -184,7 +184,7 @@ def _runs(plan: Plan) -> list[list[Run]]:
 
 
 def describe(*stages: StageReport) -> str:
-    """What happens to a stage, or to several as one, in words."""
+    """Return what happens to a stage, or to several treated alike, as text."""
     words = _describe_computations(stages[0]) if len(stages) == 1 else _describe_all(stages)
     moved_bytes = sum(stage.moved_bytes for stage in stages)
     return words + f", {format_bytes(moved_bytes)} on the host meanwhile" * (moved_bytes > 0)
@@ -231,7 +231,7 @@ def _describe_computations(stage: StageReport) -> str:
 
 
 def _sources(stage: StageReport) -> str:
-    """The stages whose inputs its recomputations set out from, if not only its own."""
+    """Return the stages whose inputs a recomputation begins with, unless it is only its own."""
     starts = sorted({run.start for run in stage.again})
     if starts == [stage.index]:
         return ""
@@ -242,7 +242,7 @@ def _sources(stage: StageReport) -> str:
 
 
 def explain(*stages: StageReport) -> str:
-    """Why it happens, in words; of several stages, what all of them take and free."""
+    """Return why it happens as text; of several stages, what all of them take and free."""
     saved, freed = sum(s.saved_bytes for s in stages), sum(s.freed_bytes for s in stages)
     extra_s = sum(stage.extra_s for stage in stages)
     if not any(stage.runs[0].executed for stage in stages):
@@ -290,7 +290,7 @@ class StageGroup:
 
 
 def group_alike(stages: Sequence[StageReport], modules: Sequence[str]) -> tuple[StageGroup, ...]:
-    """All of ``stages``, in the order of each group's first one.
+    """Return all of ``stages`` in groups, in the order of each group's first one.
 
     Stages of one block that follow each other are a run if they are treated alike. Where runs
     repeat in the same order, those at the same place of each repetition are one group.
@@ -310,7 +310,7 @@ def group_alike(stages: Sequence[StageReport], modules: Sequence[str]) -> tuple[
 def _alike_runs(
     stages: Sequence[StageReport], blocks: Sequence[str]
 ) -> list[tuple[StageReport, ...]]:
-    """Stages of one block that follow each other and are treated alike.
+    """Return runs of successive stages of one block that are treated alike.
 
     One of which nothing is kept or computed again goes with those before it.
     """
@@ -327,7 +327,7 @@ def _alike_runs(
 
 
 def _treatment(stage: StageReport) -> Hashable:
-    """How a stage is treated; ``None``: nothing of it is kept, or computed again."""
+    """Return how a stage is treated; ``None``: nothing of it is kept or recomputed."""
     if stage.extra_s == 0 and stage.held_bytes == 0:
         return None
     in_part = 0 < stage.held_bytes < stage.saved_bytes
@@ -337,7 +337,7 @@ def _treatment(stage: StageReport) -> Hashable:
 def _grouped(
     runs: Sequence[tuple[StageReport, ...]], modules: Sequence[str]
 ) -> tuple[StageGroup, ...]:
-    """Runs with their repetitions."""
+    """Return runs with their repetitions."""
     places = [
         common_module(modules[stage.index] for stage in run) if modules else "" for run in runs
     ]
@@ -354,7 +354,7 @@ def _grouped(
 
 
 def _share(run: tuple[StageReport, ...]) -> Hashable:
-    """How a run is treated, and roughly how much of it is kept."""
+    """Return how a run is treated, and about how much of it is kept."""
     treatments = frozenset(map(_treatment, run)) - {None}
     saved = sum(stage.saved_bytes for stage in run) or 1
     held = sum(stage.held_bytes for stage in run)
@@ -362,7 +362,7 @@ def _share(run: tuple[StageReport, ...]) -> Hashable:
 
 
 def _repetition(keys: Sequence[Hashable], begin: int) -> tuple[int, int]:
-    """Length of the pattern at ``begin`` that is repeated furthest, and how often it is there."""
+    """Return the length of the pattern at ``begin`` that repeats furthest, and how often."""
     best, furthest = (1, 1), 1
     for length in range(1, min(LONGEST_PATTERN, (len(keys) - begin) // 2) + 1):
         same = 0

@@ -14,7 +14,7 @@ from fxremat.units import format_bytes, format_seconds, plural
 
 
 def shortly(plan: AnyPlan) -> str:
-    """What a person wants to see of a plan first, in five lines."""
+    """Return five lines with what a person wants to see of a plan first."""
     budget, least, predicted, kept = map(
         format_bytes,
         (
@@ -38,7 +38,7 @@ def shortly(plan: AnyPlan) -> str:
 
 
 def _what_is_done(*plans: Plan) -> str:
-    """What plans of one step do for memory, in short."""
+    """Return in short what plans of one step do to save memory."""
     stages = [stage for plan in plans for stage in executed_stages(plan)]
     again = sum(bool(stage.again) or stage.is_kept_in_part for stage in stages)
     done = [f"recomputes {again} of {plural(len(stages), 'stage')}"] if again else []
@@ -48,7 +48,7 @@ def _what_is_done(*plans: Plan) -> str:
 
 
 def summarize(plan: AnyPlan) -> Iterator[tuple[str, str]]:
-    """What each line is about, and what it says."""
+    """Return the subject of each line, and what it says."""
     step = plan if isinstance(plan, StepPlan) else None
     written = f", written {step.budget!r}" if step and step.budget != step.budget_bytes else ""
     yield "budget", _exactly(plan.budget_bytes) + written
@@ -130,12 +130,12 @@ def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def batch_of(plan: Plan) -> str:
-    """Tensors of the call that a plan was made for."""
+    """Return the tensors of the call that a plan was made for."""
     return ", ".join(f"{place}: {tensor}" for place, tensor in plan.arguments)
 
 
 def _where(plan: Plan) -> str:
-    """The moment of the peak."""
+    """Return when the peak occurs."""
     for event in plan.timeline.events:
         if event.peak_bytes == plan.predicted_held_bytes:
             stage = -1 if isinstance(event.op, Offload | Free | Prefetch | Wait) else event.op.stage
@@ -145,7 +145,7 @@ def _where(plan: Plan) -> str:
 
 
 def _compared(plan: AnyPlan) -> str:
-    """Seconds beside those of a step that recomputes nothing."""
+    """Return the seconds compared with a step that recomputes nothing."""
     taken, least = format_seconds(plan.predicted_s), format_seconds(plan.baseline_s)
     if plan.baseline_s == 0:
         return f"{taken}, {least} without recomputation"
@@ -154,7 +154,7 @@ def _compared(plan: AnyPlan) -> str:
 
 
 def _bound(plan: Plan) -> str:
-    """How much better any plan could be, and what local search did."""
+    """Return how much faster any plan could be, and what local search gained."""
     if 0 in (plan.predicted_s, plan.lower_bound_s):
         return format_seconds(plan.lower_bound_s)
     above = plan.predicted_s / plan.lower_bound_s - 1
@@ -168,7 +168,7 @@ def _bound(plan: Plan) -> str:
 
 
 def _checked(check: CrossCheck) -> str:
-    """What CP-SAT found, and how far the plan is from it."""
+    """Return the result of CP-SAT, and the gap between it and the plan."""
     if check.seconds is None:
         return f"none by CP-SAT: {check.why_not}"
     known = "proven optimal by the stages' costs" if check.proven else "not proven optimal"
@@ -178,7 +178,7 @@ def _checked(check: CrossCheck) -> str:
 
 
 def _host(plan: Plan) -> str:
-    """What travels, and how long the computations wait for it."""
+    """Return what travels, and how long computations wait for it."""
     copies = [event for event in plan.timeline.events if isinstance(event.op, Copy)]
     away = [event for event in copies if event.lane is Lane.D2H]
     return (
@@ -189,7 +189,7 @@ def _host(plan: Plan) -> str:
 
 
 def _exactly(nbytes: int) -> str:
-    """Bytes for people, and their number."""
+    """Return bytes as text, with their exact number."""
     return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
@@ -225,7 +225,7 @@ class RegionGroup:
 
 
 def group_regions(step: StepPlan) -> tuple[RegionGroup, ...]:
-    """A group for each region, or run of alike ones, in the order of their forwards."""
+    """Return a group for each region, or run of equal ones, in the order of their forwards."""
     groups: list[list[int]] = []
     for place, row in enumerate(step.regions):
         if not groups or not _alike(step.regions[groups[-1][0]], row):

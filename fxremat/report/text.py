@@ -113,7 +113,7 @@ def _units(fused: tuple[Fused, ...]) -> Table:
 
 
 def _broken(module: str) -> str:
-    """A module's name, in two lines where it is too long for one."""
+    """Return a module's name, in two lines where it is too long for one."""
     if len(module) <= MODULE_WIDTH:
         return module
     mark = BETWEEN if BETWEEN in module else "."
@@ -122,7 +122,7 @@ def _broken(module: str) -> str:
 
 
 def _ended(group: RegionGroup) -> str:
-    """What ended regions, its file without the folders that it is in, and what came then."""
+    """Return what ended regions, with the file name only, and what followed."""
     where, colon, why = group.ended_by.partition(": ")
     name = where.replace("\\", "/").rpartition("/")[2]
     return "\n".join(filter(None, (f"{name}{colon}{why}", f"then {group.after}")))

@@ -79,7 +79,7 @@ class StepTrace:
 
 
 def trace_of(plan: AnyPlan, traced: StepTrace | None = None) -> str:
-    """The trace as JSON, in the format of trace events, by ascending time.
+    """Return the trace as JSON, in the format of trace events, by ascending time.
 
     Args:
         plan: what is predicted.
@@ -108,7 +108,7 @@ def trace_of(plan: AnyPlan, traced: StepTrace | None = None) -> str:
 def _process(
     view: StepView, timeline: Timeline, times_s: tuple[float, ...], pid: int, name: str
 ) -> Iterator[dict[str, Any]]:
-    """All events of one process; ``times_s``: at which each instant of the memory begins."""
+    """Yield all events of one process; ``times_s`` is when each instant of its memory begins."""
     yield _named("process_name", name, pid, 0)
     for tid, label in (*THREADS.values(), (COUNTERS, "memory")):
         yield _named("thread_name", label, pid, tid)
@@ -119,14 +119,14 @@ def _process(
 
 
 def _named(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
-    """A process or a thread has a name."""
+    """Return the event that names a process or a thread."""
     return {"ph": "M", "name": what, "ts": 0.0, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _slice(
     name: str, category: str, times_s: tuple[float, ...], pid: int, tid: int, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """Something that lasts from one time to another."""
+    """Return the event of something that lasts from one time to another."""
     begin_s, end_s = times_s
     return {
         "ph": "X",
@@ -145,7 +145,7 @@ def _counter(name: str, time_us: float, pid: int, args: dict[str, int]) -> dict[
 
 
 def _operation(view: StepView, event: Event, pid: int) -> dict[str, Any]:
-    """An operation, or a copy."""
+    """Return the event of an operation or of a copy."""
     op = event.op
     args: dict[str, Any] = {"peak_bytes": event.peak_bytes, "held_bytes": event.held_bytes}
     category = "forward" if isinstance(op, Forward) else "backward"
@@ -161,7 +161,7 @@ def _operation(view: StepView, event: Event, pid: int) -> dict[str, Any]:
 def _device_memory(
     memory: StepMemory, times_s: tuple[float, ...], pid: int
 ) -> Iterator[dict[str, Any]]:
-    """Device memory by kind at each instant; those of one time are a nanosecond apart."""
+    """Yield device memory by kind at each instant; equal times are a nanosecond apart."""
     areas = [(area.name, memory.held_bytes(area.lives)) for area in areas_of(memory)]
     for time_s, group in groupby(range(memory.count), key=times_s.__getitem__):
         for place, instant in enumerate(group):
@@ -170,7 +170,7 @@ def _device_memory(
 
 
 def _host_memory(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
-    """Host memory, from the start of each copy there to the end of the one back."""
+    """Yield host memory, from the start of each copy to it to the end of the copy back."""
     changes = []
     for event in timeline.events:
         if isinstance(event.op, Copy):
@@ -184,7 +184,7 @@ def _host_memory(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
 
 
 def _regions(step: StepPlan, view: StepView) -> Iterator[dict[str, Any]]:
-    """A thread of its own, with the forward and the backward of each region."""
+    """Yield a thread with the forward and the backward of each region."""
     yield _named("thread_name", "regions", PREDICTED, REGIONS)
     for number, (row, spans_s) in enumerate(zip(step.regions, view.spans_s, strict=True), 1):
         args = {"module": row.module, "ended by": row.ended_by, "held_bytes": row.held_bytes}

@@ -60,7 +60,7 @@ class StepView:
 
 
 def view_of(plan: AnyPlan) -> StepView:
-    """A step as one, whether of one graph or of several.
+    """Return one view of a step, whether of one graph or of several.
 
     What comes between two graphs is one instant in either direction. Of its seconds half are
     taken to pass in each.
@@ -103,7 +103,7 @@ class _Joined:
         self._spans_s: list[tuple[float, ...]] = [()] * len(self._regions)
 
     def view(self, names: tuple[str, ...]) -> StepView:
-        """All of it."""
+        """Return the view of all regions."""
         begins = []
         for place, (region, row) in enumerate(zip(self._regions, self._step.regions, strict=True)):
             begins.append(self._count)
@@ -145,7 +145,7 @@ class _Joined:
         )
 
     def _run(self, place: int, events: list[Event], instants: range) -> None:
-        """A forward or a backward of a region: its events, and its memory's instants."""
+        """Add a forward or a backward of a region: its events, and its memory's instants."""
         region, begin_s = self._regions[place], self._now_s
         self._beside(BESIDE, Kind.OTHER, self._beside_bytes[place], len(instants))
         shift_s = begin_s - min((event.start_s for event in events), default=0.0)
@@ -168,14 +168,14 @@ class _Joined:
         self._spans_s[place] += (begin_s, self._now_s)
 
     def _between(self, name: str, kind: Kind, nbytes: int, between_s: float | None) -> None:
-        """An instant that is no region's, and what is there beside what regions hold."""
+        """Add an instant between regions, and what is held then that no region holds."""
         self._beside(name, kind, self._step.there_bytes + nbytes, 1)
         self._times_s.append(self._now_s)
         self._count += 1
         self._now_s += (between_s or 0.0) / 2
 
     def _beside(self, name: str, kind: Kind, nbytes: int, length: int) -> None:
-        """What is there for some instants from now on beside what regions hold."""
+        """Add what is held for some instants from now on that no region holds."""
         more_bytes = nbytes - self._there_bytes
         if more_bytes > 0 and length:
             self._add(Tensor(name, more_bytes, kind), self._count, self._count + length)
@@ -185,7 +185,9 @@ class _Joined:
         self._tensors.append(tensor)
 
     def _live(self, place: int, begin: int, back: int) -> None:
-        """What a region makes itself; its forward begins at ``begin``, its backward at ``back``."""
+        """Add what a region makes itself; its forward begins at ``begin``, its backward at
+        ``back``.
+        """
         region, first_stage = self._regions[place], self._first_stages[place]
         turn, is_last = region.memory.turn, place == len(self._regions) - 1
         numbers: dict[int, int] = {}
@@ -243,7 +245,7 @@ class _Region:
 
 
 def _outline(step: StepPlan) -> Outline | None:
-    """The step where every graph keeps everything.
+    """Return the step where every graph keeps everything.
 
     A region's plan has that of its graph beside what earlier ones hold as planned; where those keep
     everything, they hold more, by as much as they do at their own turns.
@@ -276,12 +278,12 @@ def _outline(step: StepPlan) -> Outline | None:
 
 
 def _of_stage(op: Op | Copy, first: int) -> Op | Copy:
-    """``op``, where stages are counted from ``first``."""
+    """Return ``op`` with stages counted from ``first``."""
     if isinstance(op, Wait | Free | Offload | Prefetch):
         return replace(op, what=replace(op.what, stage=op.what.stage + first))
     return replace(op, stage=op.stage + first)
 
 
 def _module(place: int, module: str) -> str:
-    """A module after its region's number."""
+    """Return a module's name with its region's number."""
     return ".".join(filter(None, ("region", str(place + 1), module)))

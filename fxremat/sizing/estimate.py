@@ -115,7 +115,7 @@ def graph_without_data(
 
 
 def _host(asked: Asked) -> HostMemory | None:
-    """Host memory that is never taken, behind the device's link."""
+    """Return host memory behind the device's link that is never allocated."""
     if asked.options.host is None:
         return None
     rate = asked.device.link_bytes_per_s
@@ -128,7 +128,7 @@ def _host(asked: Asked) -> HostMemory | None:
 def _caller(
     model: nn.Module, sample: Sample, asked: Asked, copies: FakeCopies, outputs: object
 ) -> tuple[Caller, Unused | None]:
-    """What is needed beside the step, and outputs without a gradient."""
+    """Return what the caller of the step holds, and outputs without a gradient."""
     options, device = asked.options, torch.device(asked.device.kind)
     needs = None
     loss = options.loss.map(copies.of) if isinstance(options.loss, Compared) else options.loss
@@ -152,7 +152,7 @@ def _caller(
 
 
 def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor without data, of the same storage, on ``device``."""
+    """Return a tensor without data, of the same storage, on ``device``."""
     if tensor.device.type == device.type:
         return tensor
     return torch_compat.fake_tensor(
@@ -168,7 +168,9 @@ def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _state_bytes(
     optimizers: Sequence[Optimizer], model: nn.Module, device: torch.device, copies: FakeCopies
 ) -> dict[int, tuple[int, ...]]:
-    """Bytes of each tensor that optimizers would keep on ``device``, by parameter of ``model``."""
+    """Return the bytes of each tensor that optimizers keep on ``device``, by parameter of
+    ``model``.
+    """
     stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def alike(parameter: torch.Tensor) -> torch.Tensor:
@@ -208,7 +210,7 @@ def estimate_step(
     most: int,
     progress: Progress,
 ) -> Estimate:
-    """All that :func:`fxremat.estimate` returns."""
+    """Return what :func:`fxremat.estimate` returns."""
     copies = FakeCopies()
     named = None if dim is None else read_dim(model, sample, dim)
     shape = sample.map(copies.of)
@@ -252,7 +254,7 @@ def _batches(
     most: int,
     progress: Progress,
 ) -> Batches | None:
-    """The sizes of ``dim`` that fit the budget's bytes; ``None``: none does."""
+    """Return the sizes of ``dim`` that fit the budget's bytes; ``None``: none does."""
     assert asked.budget is not None and asked.budget.nbytes is not None
     try:
         graph, budget, context = graph_without_data(

@@ -58,7 +58,7 @@ class FakeCopies:
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def of(self, value: Any) -> Any:
-        """The copy of a tensor ``value``; anything else is returned as it is.
+        """Return the copy of a tensor ``value``; anything else is returned as it is.
 
         Raises:
             SampleError: it is of a layout that has no storage.
@@ -202,7 +202,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What ``scaled_dot_product_attention`` does with these arguments on a GPU."""
+    """Return what ``scaled_dot_product_attention`` does with these arguments on a GPU."""
     head = query.shape[-1]
     four = all(t.dim() == 4 for t in (query, key, value))
     if four and query.dtype in HALVES and attn_mask is None and head <= MOST_HEAD:
@@ -224,7 +224,7 @@ def _padded(tensor: Tensor) -> Tensor:
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """What is added to the scores, as large as they are; it shares what ``mask`` has."""
+    """Return what is added to the scores, expanded to their size without a copy."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:

@@ -60,7 +60,7 @@ class NamedDim(NamedTuple):
         return f"{self.place}.shape[{self.dim}]"
 
     def refuse(self, why: str) -> ArgumentError:
-        """An error that says why the dimension cannot vary."""
+        """Return an error that says why the dimension cannot vary."""
         return ArgumentError(f"dim is {self.written!r}: {why}", argument="dim", value=self.written)
 
 
@@ -97,7 +97,7 @@ def _is_number(value: object) -> bool:
 
 
 def _place_of(model: nn.Module, sample: Sample, argument: int | str) -> str:
-    """Where an argument of the model is in the sample."""
+    """Return where an argument of the model is in the sample."""
     if isinstance(argument, int):
         return f"args[{argument}]"
     names = list(inspect.signature(model.forward).parameters)
@@ -107,7 +107,7 @@ def _place_of(model: nn.Module, sample: Sample, argument: int | str) -> str:
 
 
 def read_most(most: object) -> int:
-    """The largest size that is asked for.
+    """Read the largest size that may be returned.
 
     Raises:
         ArgumentError: it is no positive int.
@@ -149,7 +149,7 @@ class Batching:
     trains: Callable[[Sample], bool] | None = None
 
     def over(self, asked: NamedDim) -> Batches:
-        """The sizes that fit.
+        """Return the sizes that fit.
 
         Raises:
             BudgetError: none does.
@@ -160,7 +160,7 @@ class Batching:
         return Batches(self.budget_bytes, asked.name, tuple(self._curve(group)))
 
     def _group(self, asked: NamedDim) -> tuple[Dimension, ...]:
-        """All dimensions that vary with one."""
+        """Return all dimensions that vary with one."""
         known, hints = self.graph.dimensions, self.graph.sizes.hints
         if not any(d.place == asked.place and d.dim == asked.dim for d in known):
             raise asked.refuse(
@@ -212,7 +212,7 @@ class Batching:
         return [found[size] for size in sorted(found)]
 
     def _largest(self, group: Sequence[Dimension]) -> int | None:
-        """The largest size of ``group`` that fits, and that the model takes."""
+        """Return the largest size of ``group`` that fits and that the model takes."""
         predicted = largest_size(
             self.graph,
             self.context,
@@ -226,7 +226,7 @@ class Batching:
         return predicted and self._largest_trained(group, predicted)
 
     def _largest_trained(self, group: Sequence[Dimension], predicted: int) -> int | None:
-        """The largest size up to ``predicted`` that a compile by itself accepts.
+        """Return the largest size up to ``predicted`` that a separate compile accepts.
 
         Only parts that must keep their bits can be refused: at each size of a capture they are cut
         elsewhere, and a library's kernels round by where they are cut. What fits without them is
@@ -258,7 +258,7 @@ class Batching:
         return taken[low - 1] if low else None
 
     def _taken(self, group: Sequence[Dimension]) -> range:
-        """Sizes for which the captured step holds."""
+        """Return the sizes for which the captured graph holds."""
         found = taken_sizes(self.graph.sizes, self.context.sizes, group)
         assert found is not None
         return found
