@@ -272,20 +272,25 @@ class Graph:
     def add(
         self, form: Form, *, below_bytes: int | None = None, looks: Looks | None = None
     ) -> Variant | None:
-        """The step in one more form; ``None`` where it is computed like in one that is there, or
-        one of its operations takes ``below_bytes`` with the gradients that are there before it, or
-        the search for it is out of ``looks``.
+        """Add the variant of a form, unless it cannot help.
+
+        Args:
+            form: how operations are computed.
+            below_bytes: a variant does not help if an operation, with the gradients before it,
+                takes as much.
+            looks: how far runs of operations are searched for.
+
+        Returns the new variant; ``None`` if it does not help, or is computed like another one.
         """
         line = self.line(form, looks=looks)
-        known = [way_of(own.blocks.line) for own in self.variants]
-        if way_of(line) in known:
+        if way_of(line) in [way_of(own.blocks.line) for own in self.variants]:
             return None
         if below_bytes is not None and room_bytes(line.joint) >= below_bytes:
             return None
         return self.take(line, form)
 
     def drop(self, variant: Variant) -> None:
-        """Forget the variant that was added last; what was measured of it stays known."""
+        """Remove the variant that was added last; its measurements stay in the cache."""
         assert self._variants[-1] is variant
         self._variants.pop()
 
@@ -320,8 +325,9 @@ class Graph:
         return {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
 
     def line(self, form: Form, *, looks: Looks | None = None) -> Line:
-        """The step's graph in stages, its operations computed in a form; as it was traced where
-        the search for that is out of ``looks``.
+        """Return the graph in stages, with its operations computed in a form.
+
+        If the search for runs of operations is out of ``looks``, it is the graph as traced.
         """
         config = self._pass_config(form, looks=looks)
         is_traced = config.is_exact and form.shared
@@ -380,10 +386,10 @@ class Graph:
         if self._target is None:
             tune_kernels(line.joint, self._real(line.joint), note=self._note_measuring)
         self._note_measuring(measured.measuring_bytes)
-        if self._variants:  # nothing that is around knows how norms are computed
+        if self._variants:  # what is held does not depend on the form
             base = self._variants[0].base
         else:
-            base = self._around(measured.line.joint)
+            base = self._base_bytes(measured.line.joint)
             if self.caller.outputs_bytes is None:
                 self.caller = replace(self.caller, outputs_bytes=sum(base.tangent_each_bytes))
         variant = Variant(origin, blocks, measured, base, form)
@@ -393,8 +399,12 @@ class Graph:
         return variant
 
     def _agreed(self, peers: Peers, variant: Variant, *, new: bool) -> Variant:
-        """``variant`` at what it costs the slowest of several processes, with the most that is
-        around it; ``new``: its collectives are not in its costs yet.
+        """Return ``variant`` with the costs of the slowest process, and the most held by any.
+
+        Args:
+            peers: the processes.
+            variant: as this process has measured it.
+            new: whether its costs do not include its collectives yet.
         """
         line, base = variant.blocks.line, variant.base
         costs, most = agreed_costs(
@@ -417,8 +427,13 @@ class Graph:
             variant.blocks.clear()
 
     def at(self, values: Values, *, run: bool = True, bits: bool = True) -> list[Variant]:
-        """The variants at sizes ``values``; not ``run``: with what no law tells of scaled as all
-        else, unless it was measured there already; not ``bits``: so where parts keep bits.
+        """Return the variants at sizes ``values``.
+
+        Args:
+            values: numbers of the symbols.
+            run: measure what does not follow from the capture's sizes; otherwise it is scaled,
+                unless it was measured there before.
+            bits: also measure variants whose parts keep their bits.
         """
         return [
             self.resized(own, values, run=run and (bits or not own.form.keeps_bits))
@@ -426,19 +441,19 @@ class Graph:
         ]
 
     def resized(self, variant: Variant, values: Values, *, run: bool = True) -> Variant:
-        """One of the variants at sizes ``values``; ``run`` as for :meth:`at`."""
+        """Return one of the variants at sizes ``values``; ``run`` as for :meth:`at`."""
         if values == self.sizes.hints:
             return variant
         key = values, variant.form
-        known = self._resized.get((*key, True)) or self._resized.get((*key, run))
-        if known is None:
+        resized = self._resized.get((*key, True)) or self._resized.get((*key, run))
+        if resized is None:
             if len(self._resized) >= MOST_RESIZED:
                 self._resized.pop(next(iter(self._resized)))
-            known = self._resized[(*key, run)] = self._resize(variant, values, run=run)
-        return known
+            resized = self._resized[(*key, run)] = self._resize(variant, values, run=run)
+        return resized
 
     def traced(self, values: Values) -> Variant:
-        """The step as it was traced at sizes ``values``: storages, and what is around them."""
+        """Return the graph as it was traced, at sizes ``values``, with what is held at its calls."""
         return self.resized(self.variants[0], values, run=False)
 
     def joint_at(self, values: Values) -> JointGraph:
@@ -446,7 +461,7 @@ class Graph:
         return self.traced(values).line.joint
 
     def held(self, context: StepContext) -> ContextBytes:
-        """Return what is held at a call beside what the graph allocates, in bytes."""
+        """Return what is held at a call in addition to what the graph allocates, in bytes."""
         traced = self.traced(context.sizes)
         return context.around(traced.base, traced.line.joint)
 
@@ -486,7 +501,7 @@ class Graph:
                 variant.scaled = ScaledCosts(line, blocks, variant.measured.costs)
             costs = variant.scaled.at(values)
         measured = variant.measured.at(costs)
-        base = self._around(measured.line.joint, values)
+        base = self._base_bytes(measured.line.joint, values)
         base = replace(base, given_bytes=base.given_bytes + self._more_bytes)
         return replace(variant, measured=measured, base=base)
 
@@ -497,8 +512,8 @@ class Graph:
     def _aside_bytes(self, joint: JointGraph) -> int:
         return aside_bytes(joint) if self._target is not None and self.costs is None else 0
 
-    def _around(self, joint: JointGraph, values: Values | None = None) -> ContextBytes:
-        """What is beside the step at every call; of another size than the capture's, if given."""
+    def _base_bytes(self, joint: JointGraph, values: Values | None = None) -> ContextBytes:
+        """Return what is held at every call, at sizes ``values``; ``None``: those of the capture."""
         caller = replace(
             self.caller, reserve_bytes=self.caller.reserve_bytes + self._aside_bytes(joint)
         )
