@@ -453,7 +453,7 @@ class Graph:
         return resized
 
     def traced(self, values: Values) -> Variant:
-        """Return the graph as it was traced, at sizes ``values``, with what is held at its calls."""
+        """Return the variant as it was traced, at sizes ``values``."""
         return self.resized(self.variants[0], values, run=False)
 
     def joint_at(self, values: Values) -> JointGraph:
@@ -513,7 +513,7 @@ class Graph:
         return aside_bytes(joint) if self._target is not None and self.costs is None else 0
 
     def _base_bytes(self, joint: JointGraph, values: Values | None = None) -> ContextBytes:
-        """Return what is held at every call, at sizes ``values``; ``None``: those of the capture."""
+        """Return what is held at every call, at ``values`` or at the sizes of the capture."""
         caller = replace(
             self.caller, reserve_bytes=self.caller.reserve_bytes + self._aside_bytes(joint)
         )
@@ -535,7 +535,7 @@ class Graph:
             try:
                 return Measured.of(line, known)
             except CostError as error:
-                LOG.warning("known costs are ignored: %s", error)
+                LOG.warning("cached costs are ignored: %s", error)
         measured = measure_line(
             line,
             blocks,
