@@ -22,6 +22,7 @@ from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import Measured, measure_line, stage_blocks
 from fxremat.costs.options import Options, find_options
+from fxremat.effort import USUAL, Effort
 from fxremat.ir import Backward, Decision, Forward, Keep, Schedule, StageSeconds, Tensors
 from fxremat.passes.contract import PassConfig
 from fxremat.passes.emit.code import Emitted
@@ -32,14 +33,14 @@ from fxremat.passes.pipeline import run_passes
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.step_graph import StepGraph
-from fxremat.planner import bases, candidates
 from fxremat.planner.allocator import AllocatorSettings
 from fxremat.planner.context_bytes import Caller, ContextBytes, context_bytes_of
 from fxremat.planner.evaluator import Evaluator, carried_out
 from fxremat.planner.footprints import Footprints
 from fxremat.planner.generators import Generator
-from fxremat.planner.search import GENERATORS, Search
+from fxremat.planner.search import Search
 from fxremat.progress import silent
+from tests.efforts import QUICK, plan_with
 from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace
 from tests.reference.plain_sweep import Sweep, sweep
@@ -124,7 +125,7 @@ class Captured:
 
     @functools.cached_property
     def options(self) -> Options:
-        return find_options(self.estimated, self.blocks)
+        return find_options(self.estimated, self.blocks, USUAL)
 
     @property
     def context_bytes(self) -> ContextBytes:
@@ -400,7 +401,8 @@ def searched(
     step: Captured,
     *,
     caller: Caller = NOTHING_ELSE,
-    generators: Sequence[Generator] = GENERATORS,
+    effort: Effort = USUAL,
+    generators: Sequence[Generator] | None = None,
     allocator: AllocatorSettings | None = None,
 ) -> Search:
     """All candidates of a step; seconds are estimated."""
@@ -409,6 +411,7 @@ def searched(
         step.blocks,
         step.around(caller),
         progress=silent,
+        effort=effort,
         generators=generators,
         allocator=allocator,
         budget_on=caller.budget_on,
@@ -428,9 +431,7 @@ def zoo(*names: str) -> list[ZooModel]:
 
 def search_quickly(patch: pytest.MonkeyPatch) -> None:
     """Local search sets out from few candidates."""
-    patch.setattr(candidates, "STARTS", 3)
-    patch.setattr(candidates, "CLOSER", 1)
-    patch.setattr(bases, "AWAY", bases.AWAY[::4])
+    plan_with(patch, **QUICK)
 
 
 Held = Mapping[int, frozenset[fx.Node]]

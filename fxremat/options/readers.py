@@ -13,11 +13,11 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 
+from fxremat.effort import Effort
 from fxremat.errors import refuse
 from fxremat.options.loss import Loss
 from fxremat.options.values import Bits, HostMemory, read_bytes
 from fxremat.planner import transfers
-from fxremat.planner.effort import Effort
 from fxremat.planner.search import GENERATORS_BY_NAME
 from fxremat.ranks.peers import Ranks
 from fxremat.report.plan import Plan

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.fx import Node
 
+from fxremat.effort import USUAL
 from fxremat.ir import Move, Request
 from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
@@ -61,7 +62,7 @@ def carried_out(name: str) -> list[Carried]:
     for schedule in schedules:
         candidate = evaluator.candidate(coded(schedule))
         evaluation = evaluator.evaluation(candidate)
-        movable = Movable.of(evaluation, fixed)
+        movable = Movable.of(evaluation, fixed, USUAL.small_share)
         found.append(Carried(candidate, step.program(schedule), evaluation, movable))
     return found
 
