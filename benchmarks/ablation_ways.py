@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
-from unittest import mock
 
 import numpy as np
 from torch._functorch._activation_checkpointing import knapsack
 
 from benchmarks.quality import captured
+from fxremat.effort import USUAL, Effort
 from fxremat.ir import Backward, Forward, Keep, MeasuredLink, Problem, Schedule, Solved
 from fxremat.ir.schedule import coded
 from fxremat.planner.context.context_bytes import Caller, context_bytes_of
 from fxremat.planner.decision.candidates import Candidate, Pool
-from fxremat.planner.decision.save_options import find_options
-from fxremat.planner.search import search
-from fxremat.planner.search.generators import Generator, chain_schedules
-from fxremat.planner.search.search import GENERATORS, Search, generators_of
-from fxremat.planner.transfers import bases
+from fxremat.planner.search.search import Search
 from fxremat.planner.transfers.transfers import HostMemory, Transfers
 from fxremat.progress import silent
 from fxremat.solvers.named import solve
@@ -60,26 +55,17 @@ class Case:
     def of(name: str) -> Case:
         """Capture a model, and measure it."""
         step = captured(name)
-        return Case(step, _searched(step, GENERATORS))
+        return Case(step, _searched(step, USUAL))
 
-    def searched(self, generators: Sequence[Generator]) -> Search:
-        """With some generators alone."""
-        return _searched(self.step, generators)
-
-    def without_options(self, generators: Sequence[Generator]) -> Search:
-        """With some generators, stages keeping all of what they save, or nothing."""
-
-        def none(measured: Any, blocks: Any, *, masks: Any) -> Any:
-            return find_options(measured, blocks, masks=((),) * len(measured.line.stages))
-
-        with mock.patch.object(search, "find_options", none):
-            return self.searched(generators)
+    def searched(self, effort: Effort) -> Search:
+        """Search with other generators, or other numbers."""
+        return _searched(self.step, effort)
 
 
-def _searched(step: Captured, generators: Sequence[Generator]) -> Search:
+def _searched(step: Captured, effort: Effort) -> Search:
     real = {step.joint.primals[i]: tensor for i, tensor in step.real.items()}
     around = context_bytes_of(step.measured.line.joint, real, Caller())
-    return Search.over(step.measured, step.blocks, around, progress=silent, generators=generators)
+    return Search.over(step.measured, step.blocks, around, progress=silent, effort=effort)
 
 
 def fastest(candidates: Iterable[Candidate]) -> Chosen:
@@ -190,23 +176,22 @@ def by_knapsack(name: str, case: Case) -> Chosen:
 
 
 def one_start(case: Case) -> Chosen:
-    """Local search sets out from the best of all generators alone."""
-    found = case.searched(GENERATORS)
-    starts = found.solved.starts()
-    climbed = (c for start in starts for c in found.evaluator.climb(start))
+    """Local search starts from the best of all generators together, not of each."""
+    found = case.searched(Effort(starts=0))
+    starts = found.solved.starts(USUAL.starts, USUAL.closer_starts)
+    climbed = (c for start in starts for c in found.evaluator.climb(start, USUAL))
     return fastest(Pool.of(found.baseline, (*found.solved.members, *climbed)).members)
 
 
-def moved(case: Case, *, climbs: bool = True, alone: bool = True) -> Chosen:
-    """With transfers, or some of the bases that they start from."""
-    found = case.searched(GENERATORS)
+def moved(effort: Effort, case: Case, *, alone: bool = True) -> Chosen:
+    """With transfers, from the bases of each generator or of all of them together."""
+    found = case.searched(effort)
     transfers = Transfers.of(found if alone else replace(found, alone=()), HostMemory(link=LINK))
 
     def chosen(budget_bytes: int) -> float | None:
         if budget_bytes < transfers.least_bytes:
             return None
-        with mock.patch.object(bases, "AWAY", bases.AWAY if climbs else ()):
-            return transfers.fastest_within(budget_bytes).total_s
+        return transfers.fastest_within(budget_bytes).total_s
 
     return chosen
 
@@ -228,50 +213,38 @@ def by_cpsat(case: Case) -> Chosen:
     return chosen
 
 
-def solved(generators: Sequence[Generator], case: Case) -> Chosen:
-    """What generators find, without local search."""
-    return fastest(case.searched(generators).solved.members)
-
-
-def climbed(generators: Sequence[Generator], case: Case) -> Chosen:
-    """What generators and local search find."""
-    return fastest(case.searched(generators).pool.members)
-
-
-def plain(case: Case) -> Chosen:
-    """Rotor on whole stages."""
-    return fastest(case.without_options((chain_schedules,)).solved.members)
-
-
-def plain_whole(case: Case) -> Chosen:
-    """The whole planner on whole stages."""
-    return fastest(case.without_options(GENERATORS).pool.members)
+def planned(effort: Effort, case: Case) -> Chosen:
+    """What the planner chooses with an effort."""
+    return fastest(case.searched(effort).pool.members)
 
 
 WHOLE, MOVED = "+ joins: the whole planner", "+ transfers"
+
+ROTOR = Effort(generators=("rotor",), save_options=0, starts=0)
+"""The solver on whole stages, without local search."""
 
 ADDED: dict[str, Callable[[Case], Chosen]] = {
     "uniform": uniform,
     "greedy": greedy,
     "torch's knapsack, dp": partial(by_knapsack, "dp_knapsack"),
     "torch's knapsack, ilp": partial(by_knapsack, "ilp_knapsack"),
-    "rotor": plain,
-    "+ save options": partial(solved, (chain_schedules,)),
-    "+ climbing": partial(climbed, (chain_schedules,)),
-    WHOLE: partial(climbed, GENERATORS),
+    "rotor": partial(planned, ROTOR),
+    "+ save options": partial(planned, Effort(generators=("rotor",), starts=0)),
+    "+ climbing": partial(planned, Effort(generators=("rotor",))),
+    WHOLE: partial(planned, USUAL),
     "CP-SAT": by_cpsat,
-    MOVED: moved,
+    MOVED: partial(moved, USUAL),
 }
 """Ways to plan, each with one part more from rotor on."""
 
 WITHOUT: dict[str, Callable[[Case], Chosen]] = {
-    "save options": plain_whole,
-    "climbing": partial(solved, GENERATORS),
-    "the join solver": partial(climbed, generators_of(["rotor", "equiv_chain"])),
-    "the equivalent chain": partial(climbed, generators_of(["rotor", "join"])),
-    "both of these": partial(climbed, generators_of(["rotor"])),
+    "save options": partial(planned, Effort(save_options=0)),
+    "climbing": partial(planned, Effort(starts=0)),
+    "the join solver": partial(planned, Effort(generators=("rotor", "equiv_chain"))),
+    "the equivalent chain": partial(planned, Effort(generators=("rotor", "join"))),
+    "both of these": partial(planned, Effort(generators=("rotor",))),
     "climbs from each generator alone": one_start,
-    "climbs, for transfers": partial(moved, climbs=False),
-    "bases of each generator, for transfers": partial(moved, alone=False),
+    "climbs, for transfers": partial(moved, Effort(away_shares=())),
+    "bases of each generator, for transfers": partial(moved, USUAL, alone=False),
 }
-"""Parts, and how to plan with all but them."""
+"""Parts, and how to plan with all but them: most are an effort with one field changed."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -18,7 +17,7 @@ from benchmarks.ablation import BUDGETS, MODELS, MUCH
 from benchmarks.ablation_ways import Case
 from benchmarks.common import save, show
 from fxremat.planner.decision.candidates import Pool
-from fxremat.planner.search import bound
+from fxremat.planner.search.bound import Relaxation
 
 CLIMBS = 60
 """Schedules of a pool from which local search sets out."""
@@ -30,10 +29,10 @@ def gaps(name: str) -> list[dict[str, Any]]:
     whole = Case.of(name).whole
     assert whole.relaxation is not None
     few = whole.relaxation()
-    with mock.patch.object(bound, "MOST_MOMENTS", len(whole.chain) + 1):
-        every = whole.relaxation()
+    context_bytes, blocks = whole.setting.context_bytes, whole.evaluator.blocks
+    every = Relaxation.of(whole.measured, blocks, context_bytes, len(whole.chain) + 1)
     starts = Pool(whole.pool.members[:-1]).thinned(CLIMBS)
-    climbed = [found for start in starts for found in whole.evaluator.climb(start)]
+    climbed = [found for start in starts for found in whole.evaluator.climb(start, whole.effort)]
     more = Pool.of(whole.baseline, (*whole.pool.members, *climbed))
     low, high = whole.least_bytes, whole.baseline.peak_bytes - 1
     rows = []

@@ -22,11 +22,12 @@ from benchmarks.common import RESULTS, interleave, ratios, save, show
 from benchmarks.steps import entry_of
 from benchmarks.unit_joins import figure_7
 from fxremat.costs.measure import seconds_of
+from fxremat.effort import DEFAULT_GENERATORS
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.planner.decision.candidates import Candidate
 from fxremat.planner.search.generators import Generator, chain_schedules
 from fxremat.planner.search.join import equivalent_schedules
-from fxremat.planner.search.search import GENERATORS, Search
+from fxremat.planner.search.search import Search, generators_of
 from fxremat.progress import silent
 from fxremat.units import format_bytes
 from tests.harness import Captured, capture
@@ -46,7 +47,7 @@ MODELS = (
 WAYS: dict[str, tuple[Generator, ...]] = {
     "line": (chain_schedules,),
     "equivalent chain": (equivalent_schedules,),
-    "join": GENERATORS,
+    "join": generators_of(DEFAULT_GENERATORS),
 }
 """``join`` is what a plan of the package chooses from."""
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,10 +27,11 @@ from benchmarks.common import RESULTS, pyplot, rows_but, save, show
 from benchmarks.steps import entry_of, planned
 from fxremat.compiler import compiler
 from fxremat.costs.cache import COSTS
+from fxremat.effort import Effort
 from fxremat.graph import graph
 from fxremat.planner.replay.extract import EVALUATIONS
 from fxremat.planner.search.evaluator import Evaluator
-from fxremat.planner.search.search import Search
+from fxremat.planner.search.search import Search, generators_of
 from fxremat.planning import planner
 
 MODELS = (
@@ -98,8 +99,9 @@ class Clock:
     def searched(self, over: Callable[..., Search]) -> Callable[..., Search]:
         """``over``, its generators and evaluations timed."""
 
-        def call(*args: Any, generators: Iterable[Any], **kwargs: Any) -> Search:
-            generators = [self.steps("tables", generator) for generator in generators]
+        def call(*args: Any, effort: Effort, **kwargs: Any) -> Search:
+            generators = [self.steps("tables", own) for own in generators_of(effort.generators)]
+            kwargs |= {"effort": effort}
             found = self.timed("search", over)(*args, generators=generators, **kwargs)
             joint = found.measured.line.joint
             self.operations = max(self.operations, len(joint.forward) + len(joint.backward))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fxremat.capture.sample import Sample
     from fxremat.costs.devices import Device
     from fxremat.costs.measure import StepMeasurement, measure_step
+    from fxremat.effort import Effort
     from fxremat.errors import (
         ArgumentError,
         BackwardError,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from fxremat.options.loss import Loss
     from fxremat.options.plain import Options
     from fxremat.options.values import Bits, HostMemory
-    from fxremat.planner.decision.effort import Effort
     from fxremat.ranks.peers import Ranks
     from fxremat.report.estimate import Estimate
     from fxremat.report.frontier import Batches, BatchPoint, Frontier
@@ -56,7 +56,7 @@ _NAMES = {
     "options.loss": ("Loss",),
     "options.plain": ("Options",),
     "options.values": ("Bits", "HostMemory"),
-    "planner.decision.effort": ("Effort",),
+    "effort": ("Effort",),
     "ranks.peers": ("Ranks",),
     "report.estimate": ("Estimate",),
     "report.frontier": ("BatchPoint", "Batches", "Frontier"),

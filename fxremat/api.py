@@ -14,6 +14,7 @@ from fxremat import torch_compat
 from fxremat.capture.isolation import generators_restored, in_training
 from fxremat.capture.sample import Sample, check_gradients
 from fxremat.costs.devices import Device, read_device
+from fxremat.effort import Effort
 from fxremat.errors import ArgumentError, BudgetError, SizesError, refuse
 from fxremat.graph.pool import frontier_over
 from fxremat.graph.pools import all_pools
@@ -26,7 +27,6 @@ from fxremat.options.loss import Loss, LossFunction
 from fxremat.options.readers import Assume, Executor, Optimizers, read_bool, read_plan
 from fxremat.options.table import OPTIONS, former_refused
 from fxremat.options.values import Bits, BitsKind, HostMemory, What
-from fxremat.planner.decision.effort import Effort
 from fxremat.planning.choose import usual_context
 from fxremat.progress import shown
 from fxremat.ranks.peers import Peers, Ranks

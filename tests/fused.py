@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from fxremat.effort import USUAL
 from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.fuse.unit import Unit, Units
@@ -30,7 +31,7 @@ def fused(step: Captured, units: Units | None = None) -> fx.GraphModule:
 def with_units(step: Captured) -> Captured:
     """``step``, taken apart, with units from now on, as whoever compiles has it."""
     for how in (computed_twice, lambda line: fuse(line, Units())):
-        module = how(linearize(step.joint))
+        module = how(linearize(step.joint, USUAL))
         step.joint = rebuilt(step.joint, module)
     return step
 

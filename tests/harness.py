@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import Measured, measure_line, stage_blocks
+from fxremat.effort import USUAL, Effort
 from fxremat.ir import Backward, Decision, Forward, Keep, Schedule, StageSeconds, Tensors
 from fxremat.passes.contract import PassConfig
 from fxremat.passes.emit.code import Emitted
@@ -34,13 +35,12 @@ from fxremat.passes.step_graph import StepGraph
 from fxremat.planner.allocator.allocator import AllocatorSettings
 from fxremat.planner.allocator.footprints import Footprints
 from fxremat.planner.context.context_bytes import Caller, ContextBytes, context_bytes_of
-from fxremat.planner.decision import candidates
 from fxremat.planner.decision.save_options import Options, find_options
 from fxremat.planner.search.evaluator import Evaluator, carried_out
 from fxremat.planner.search.generators import Generator
-from fxremat.planner.search.search import GENERATORS, Search
-from fxremat.planner.transfers import bases
+from fxremat.planner.search.search import Search
 from fxremat.progress import silent
+from tests.efforts import QUICK, plan_with
 from tests.models import ZOO, ZooModel
 from tests.models.reference import call_without_trace
 from tests.reference.plain_sweep import Sweep, sweep
@@ -125,7 +125,7 @@ class Captured:
 
     @functools.cached_property
     def options(self) -> Options:
-        return find_options(self.estimated, self.blocks)
+        return find_options(self.estimated, self.blocks, USUAL)
 
     @property
     def context_bytes(self) -> ContextBytes:
@@ -401,7 +401,8 @@ def searched(
     step: Captured,
     *,
     caller: Caller = NOTHING_ELSE,
-    generators: Sequence[Generator] = GENERATORS,
+    effort: Effort = USUAL,
+    generators: Sequence[Generator] | None = None,
     allocator: AllocatorSettings | None = None,
 ) -> Search:
     """All candidates of a step; seconds are estimated."""
@@ -410,6 +411,7 @@ def searched(
         step.blocks,
         step.around(caller),
         progress=silent,
+        effort=effort,
         generators=generators,
         allocator=allocator,
         budget_on=caller.budget_on,
@@ -429,9 +431,7 @@ def zoo(*names: str) -> list[ZooModel]:
 
 def search_quickly(patch: pytest.MonkeyPatch) -> None:
     """Local search sets out from few candidates."""
-    patch.setattr(candidates, "STARTS", 3)
-    patch.setattr(candidates, "CLOSER", 1)
-    patch.setattr(bases, "AWAY", bases.AWAY[::4])
+    plan_with(patch, **QUICK)
 
 
 Held = Mapping[int, frozenset[fx.Node]]

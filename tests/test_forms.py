@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.graph import further
 from fxremat.report.plan import Plan
-from tests.efforts import WHOLE
+from tests.efforts import WHOLE, plan_with
 from tests.models.zoo import seeded
 
 ROWS, WIDTH, HIDDEN = 1152, 16, 256
@@ -21,7 +20,7 @@ ROWS, WIDTH, HIDDEN = 1152, 16, 256
 @pytest.fixture(autouse=True)
 def first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first form that fits is taken, however long others seem to take."""
-    monkeypatch.setattr(further, "MUCH_SLOWER", math.inf)
+    plan_with(monkeypatch, much_slower=math.inf)
 
 
 class Layers(nn.Module):

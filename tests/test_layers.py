@@ -18,7 +18,7 @@ PACKAGE = Path(fxremat.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "console", "optional", "jit", "ir"),
-    ("progress",),
+    ("effort", "progress"),
     ("torch_compat", "report", "solvers"),
     ("runtime", "solvers/papers"),
     ("passes/joint",),
@@ -55,6 +55,7 @@ TORCH_FREE = (
     "optional",
     "jit",
     "ir",
+    "effort",
     "progress",
     "report",
     "solvers",

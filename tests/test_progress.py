@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.planner.search.search import GENERATORS
+from fxremat.effort import DEFAULT_GENERATORS
 from fxremat.progress import CAPTURE, MEASURE, PLAN, WRITE, shown, silent
 
 SECONDS = re.compile(r"^(.+): \d+\.\d s$")
@@ -243,7 +243,7 @@ def test_the_command_shows_bars_beside_its_results():
     out, shown_there, code = run_on_terminal(ESTIMATE)
     assert code == 0, shown_there
     assert out.startswith("{") and out.rstrip().endswith("}")
-    assert f"/{2 * len(GENERATORS) + 1}" in shown_there  # a bar of the planner
+    assert f"/{2 * len(DEFAULT_GENERATORS) + 1}" in shown_there  # a bar of the planner
     assert {CAPTURE, PLAN, WRITE} < set(ended(shown_there))
 
 

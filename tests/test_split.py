@@ -17,11 +17,10 @@ from torch.nn import functional
 import fxremat
 from fxremat.costs import scaled
 from fxremat.costs.execute import Operations
-from fxremat.graph import further, pool
 from fxremat.graph import graph as graphs
 from fxremat.passes.split.parts import Changed, same_bits
 from fxremat.passes.stages.block import Block
-from tests.efforts import ROUNDED_PARTS, SPLITS, WHOLE
+from tests.efforts import ROUNDED_PARTS, SPLITS, WHOLE, plan_with
 from tests.models import ZOO
 
 WORDS, WIDTH, TOKENS = 4096, 16, 256
@@ -85,7 +84,7 @@ def compiled(model: nn.Module, budget: Any, **options: Any) -> fxremat.CompiledM
 @pytest.fixture
 def first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first form that fits is taken, however long others seem to take."""
-    monkeypatch.setattr(further, "MUCH_SLOWER", math.inf)
+    plan_with(monkeypatch, much_slower=math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +133,7 @@ def test_exact_needs_half_the_least_and_keeps_all_bits(least_bytes: int):
 def test_where_everything_fits_a_large_loss_is_in_parts_if_that_is_faster(
     is_faster: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(pool, "FASTER", 100.0 if is_faster else 0.0)
+    plan_with(monkeypatch, faster=100.0 if is_faster else 0.0)
     model, truth, given = made(), made(), batch()
     call = compiled(model, "100%")
     assert bool(call.plan.form.parts_bytes) == is_faster
@@ -144,7 +143,7 @@ def test_where_everything_fits_a_large_loss_is_in_parts_if_that_is_faster(
 
 
 def test_where_everything_fits_nothing_else_is_in_parts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pool, "FASTER", 100.0)
+    plan_with(monkeypatch, faster=100.0)
     torch._dynamo.reset()
     model, x = Sequences(breaks=False).double(), torch.randn(2, 256, 16, dtype=torch.float64)
     call = fxremat.compile(model, x, "100%", loss="own", **ROUNDED_PARTS, assume="strict")

@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxremat.costs.cost import Measured, StageSeconds
+from fxremat.effort import Effort
 from fxremat.ir import Solved
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.planner.decision.candidates import Candidate
@@ -67,13 +67,13 @@ def unit_search(step: Captured) -> Search:
         stages.append(StageSeconds(forward_s, 0.0, 0.0))
     costs = replace(step.measured.costs, stages=tuple(stages))
     measured = Measured.of(line, costs)
-    whole = partial(join_schedules, most_choices=MOST_CHOICES)
     return Search.over(
         measured,
         step.blocks,
         bare(step.joint),
         progress=silent,
-        generators=(chain_schedules, equivalent_schedules, whole),
+        generators=(chain_schedules, equivalent_schedules, join_schedules),
+        effort=Effort(join_choices=MOST_CHOICES),
     )
 
 

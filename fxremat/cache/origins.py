@@ -17,18 +17,22 @@ import torch
 import fxremat.units as anchor
 from fxremat.costs.cache import THREADS, measuring_settings
 from fxremat.costs.devices import Device
+from fxremat.effort import DEFAULT_GENERATORS, OF_STAGES, Effort
 from fxremat.ir import Origin
 from fxremat.ir.recorded import Facts
 from fxremat.passes.joint.digest import Digests
 from fxremat.passes.pipeline import added_passes
 from fxremat.planner.allocator.allocator import AllocatorSettings
 from fxremat.planner.context.context_bytes import Caller, ContextBytes
-from fxremat.planner.decision.effort import DEFAULT_GENERATORS
 from fxremat.planner.transfers.transfers import HostMemory
 
 
 def origin_of_costs(
-    digests: Digests, device: torch.device, executor: str, target: Device | None = None
+    digests: Digests,
+    device: torch.device,
+    executor: str,
+    effort: Effort,
+    target: Device | None = None,
 ) -> Origin:
     """Return the origin of costs of a traced step.
 
@@ -36,9 +40,11 @@ def origin_of_costs(
         digests: digests of the step's graph.
         device: the device of the step.
         executor: the name of the executor that runs its operations.
+        effort: the numbers that decide where the graph is cut.
         target: the device that costs are estimated for; ``None``: they are measured on ``device``.
     """
     settings = {"executor": executor, **measuring_settings()}
+    settings |= {f"effort.{name}": value for name, value in _changed_of(effort, stages=True)}
     added = added_passes()
     if added:
         settings["passes"] = ", ".join(added)
@@ -64,8 +70,7 @@ def origin_of_plan(
     host: HostMemory | None,
     exact: bool,
     split: bool | str,
-    effort: float,
-    generators: tuple[str, ...],
+    effort: Effort,
     allocator: AllocatorSettings | None,
 ) -> Origin:
     """Return the origin of a plan: the conditions under which it may be followed again.
@@ -74,7 +79,7 @@ def origin_of_plan(
         costs: the origin of the costs that the plan was made from.
         caller: the bytes that the caller of the step holds.
         context_bytes: the bytes of the step context that the plan was made for.
-        host, exact, split, effort, generators: options of :func:`fxremat.compile`.
+        host, exact, split, effort: options of :func:`fxremat.compile`.
         allocator: the allocator's settings, where its blocks are counted.
     """
     options: dict[str, object] = {
@@ -89,10 +94,11 @@ def origin_of_plan(
     }
     if split != "exact":
         options["split"] = split
-    if effort != 1.0:
-        options["effort"] = effort
-    if generators != DEFAULT_GENERATORS:
-        options["generators"] = ", ".join(generators)
+    if effort.scale != 1.0:
+        options["effort"] = effort.scale
+    if effort.generators != DEFAULT_GENERATORS:
+        options["generators"] = ", ".join(effort.generators)
+    options |= {f"effort.{name}": value for name, value in _changed_of(effort, stages=False)}
     held = {
         "through the step": context_bytes.given_bytes,
         "of that, tensor by tensor": context_bytes.given_each_bytes,
@@ -102,6 +108,13 @@ def origin_of_plan(
         "the allocator's rules": None if allocator is None else asdict(allocator),
     }
     return replace(costs, options=_facts(options), held=_facts(held))
+
+
+def _changed_of(effort: Effort, *, stages: bool) -> Iterator[tuple[str, object]]:
+    """Yield the fields that differ from their defaults: those that cut stages, or all others."""
+    for name, value in effort.changed.items():
+        if (name in OF_STAGES) == stages:
+            yield name, value
 
 
 def key_of(origin: Origin, **more: object) -> str:

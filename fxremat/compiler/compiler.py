@@ -182,7 +182,6 @@ def _graph_of(
                 exact=options.exact,
                 split=options.split,
                 effort=options.effort,
-                generators=options.generators,
             ),
             places=_places(inputs, loop.call.arguments()),
             store=training.store,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from fxremat.effort import USUAL, Effort
 from fxremat.graph.spending import Spending
 from fxremat.ir import Form
 from fxremat.options.arguments import Split
@@ -17,7 +18,6 @@ from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator.allocations import crowded
 from fxremat.planner.allocator.allocator import AllocatorSettings
 from fxremat.planner.decision.candidates import Candidate
-from fxremat.planner.decision.effort import DEFAULT_GENERATORS
 from fxremat.planner.search.search import Search
 from fxremat.planner.transfers.transfers import HostMemory
 
@@ -32,17 +32,15 @@ class PlanOptions:
             be rebuilt from outputs.
         split: which runs of operations may be computed in parts: ``"exact"``, those that keep their
             bits; ``True``, also those that round differently.
-        effort: how much work planning may put into forms that are not needed to fit.
+        effort: how much work planning does, and the numbers that steer it.
         allocator: rules that replace those of the device's allocator.
-        generators: names of the solvers that generate schedules.
     """
 
     host: HostMemory | None = None
     exact: bool = True
     split: Split = False
-    effort: float = 1.0
+    effort: Effort = USUAL
     allocator: AllocatorSettings | None = None
-    generators: tuple[str, ...] = DEFAULT_GENERATORS
 
 
 NO_OPTIONS = PlanOptions()
@@ -71,28 +69,27 @@ class FurtherForms:
     scaled: bool = False
 
 
-PART_SHARES = (2, 8, 32)
-"""Values above the largest one divided by this are computed in parts, in one form each."""
-
-
-def parted(joint: JointGraph, *, exact: bool, beside: bool = True) -> Iterator[Form]:
+def parted(
+    joint: JointGraph, shares: Sequence[int], *, exact: bool, beside: bool = True
+) -> Iterator[Form]:
     """Yield forms in which ever smaller values are computed in parts; see :class:`Form`.
 
-    Gradients are computed ``beside`` losses only in a graph that has losses.
+    There is a form for each of ``shares``: values above the largest one divided by it are computed
+    in parts. Gradients are computed ``beside`` losses only in a graph that has losses.
     """
     beside = beside and has_losses(joint)
-    sizes = part_sizes(joint)
+    sizes = part_sizes(joint, shares)
     for part_bytes in sizes:
         yield Form(exact, part_bytes, beside)
     if exact and beside:  # logits made twice hold no gradients from forward to backward
         yield Form(exact, sizes[-1])
 
 
-def part_sizes(joint: JointGraph) -> list[int]:
-    """Return the bytes above which values are computed in parts, in descending order."""
+def part_sizes(joint: JointGraph, shares: Sequence[int]) -> list[int]:
+    """Return the bytes above which values are computed in parts, one for each of ``shares``."""
     table, made = joint.storages, (*joint.forward, *joint.backward)
     largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
-    return [max(1, largest_bytes // share) for share in PART_SHARES]
+    return [max(1, largest_bytes // share) for share in shares]
 
 
 MOST_BYTES = 1 << 60

@@ -23,18 +23,8 @@ from fxremat.passes.split.parts import Parts
 from fxremat.planner.allocator.allocations import settings_of
 from fxremat.planner.allocator.allocator import AllocatorSettings
 from fxremat.planner.context.step_context import StepContext
-from fxremat.planner.search.search import Search, generators_of
+from fxremat.planner.search.search import Search
 from fxremat.planner.transfers.transfers import HostMemory, Transfers
-
-MUCH_SLOWER = 1.2
-"""Forms in parts are searched where a plan takes this many times the seconds of everything kept."""
-
-LARGE_LOSS = 8
-"""One is searched wherever a loss's gradient takes this part, or more, of what a step that keeps
-everything allocates: a loss in parts is faster where its logits would go through memory."""
-
-MOST_AIMS = 2
-"""Forms of a graph in which only what takes part in a peak is in parts."""
 
 
 def allocator_rules(graph: Graph) -> AllocatorSettings | None:
@@ -104,7 +94,7 @@ def searched(graph: Graph, variant: Variant, before: Pool | None, context: StepC
         variant.blocks,
         graph.held(context),
         progress=graph.progress,
-        generators=generators_of(graph.options.generators),
+        effort=graph.options.effort,
         allocator=allocator_rules(graph),
         budget_on=graph.caller.budget_on,
         known=before.search if before else None,
@@ -163,10 +153,12 @@ def list_forms(graph: Graph) -> None:
     if not options.exact:
         graph.add(Form(exact=False))
     if graph.peers is not None:  # all processes must have the same forms, whatever one measures
-        for form in parted(graph.joint, exact=False) if options.split is True else ():
+        shares = options.effort.part_shares
+        for form in parted(graph.joint, shares, exact=False) if options.split is True else ():
             graph.add(form)
     elif options.split is True or (options.split and not graph.has_units):
-        further.left += parted(graph.joint, exact=options.split == "exact")
+        shares, exact = options.effort.part_shares, options.split == "exact"
+        further.left += parted(graph.joint, shares, exact=exact)
         further.coarse = further.left[0]
     further.may_unshare = graph.peers is None and not graph.has_units
 
@@ -189,7 +181,7 @@ def wants_faster(graph: Graph, context: StepContext, traced: Pool, seconds: floa
     """Return whether one more variant is searched where a plan takes so many seconds."""
     if context.region or graph.started:  # in a step nothing is measured that is not needed
         return False
-    if seconds > MUCH_SLOWER * traced.baseline.total_s:
+    if seconds > graph.options.effort.much_slower * traced.baseline.total_s:
         return True
     has_parts = any(own.form.has_parts for own in graph.variants)
     return not has_parts and _has_large_loss(graph, context, traced)
@@ -199,7 +191,7 @@ def grow_faster(
     graph: Graph, context: StepContext, found: list[Pool], budget_bytes: int, below_s: float
 ) -> bool:
     """Search one more variant that may take less than ``below_s``."""
-    if below_s > MUCH_SLOWER * found[0].baseline.total_s and (
+    if below_s > graph.options.effort.much_slower * found[0].baseline.total_s and (
         search_unshared(graph, context, needed=False)
         or search_aimed(graph, context, found, budget_bytes, below_s=below_s, needed=False)
     ):
@@ -218,7 +210,7 @@ def _has_large_loss(graph: Graph, context: StepContext, traced: Pool) -> bool:
     """Return whether a loss's gradient takes a good part of what a step allocates."""
     loss_bytes = largest_gradient_bytes(traced.search.measured.line.joint)
     own_bytes = traced.full_bytes - graph.given_bytes(context)
-    return LARGE_LOSS * loss_bytes >= own_bytes
+    return graph.options.effort.large_loss * loss_bytes >= own_bytes
 
 
 def search_next(
@@ -240,7 +232,7 @@ def search_next(
         further.scaled = True
         left = further.left or []
         listed = [*left, *(own.form for own in graph.variants)]
-        others = parted(graph.joint, exact=True, beside=False)
+        others = parted(graph.joint, graph.options.effort.part_shares, exact=True, beside=False)
         further.left = [*(form for form in others if form not in listed), *left]
     first = replace(context, sizes=graph.sizes.hints)
     is_bound = first == context and not context.existing
@@ -290,12 +282,13 @@ def search_aimed(
         return False
     if further.spending.looks(graph.joint, needed=needed, in_step=graph.started) is None:
         return False
-    part_bytes, is_last = part_sizes(graph.joint)[1], budget_bytes == 0
+    effort, is_last = graph.options.effort, budget_bytes == 0
+    part_bytes = part_sizes(graph.joint, effort.part_shares[:2])[-1]
     for pool in sorted(found, key=lambda pool: pool.baseline.total_s):
         candidate = wanted(pool.search, budget_bytes, below_s)
         count = sum(not last for _, last in further.aims)
         is_done = (pool.form, is_last) in further.aims or bool(pool.form.peak)
-        is_done = is_done or (count >= MOST_AIMS and not is_last)
+        is_done = is_done or (count >= effort.most_aims and not is_last)
         if is_done or (is_loss and not pool.form.has_parts) or candidate.total_s >= below_s:
             continue
         form = aimed(

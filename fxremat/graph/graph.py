@@ -138,6 +138,7 @@ class Graph:
         self._units = Units() if fused else None
         self.progress = progress
         layouts = KernelLayouts(cost_cache())
+        self.options = options
         self._graph = run_passes(
             StepGraph.captured(module, forward_output_count=forward_output_count),
             config=replace(self._pass_config(TRACED), left=layouts.left),
@@ -170,7 +171,6 @@ class Graph:
         self._variants: list[Variant] = []
         self._resized: dict[tuple[Values, Form, bool], Variant] = {}
         self.signature = Signature.of(joint, self.placeholders, output_count=forward_output_count)
-        self.options = options
         self.further = FurtherForms(Spending(options.effort))
         self.feedback = Feedback()
         on_cuda = self.device.type == "cuda"
@@ -237,7 +237,9 @@ class Graph:
 
     def origin(self) -> Origin:
         """Return what costs of it hold for that are measured now."""
-        return origin_of_costs(self._digests, self.device, self.executor, self._target)
+        return origin_of_costs(
+            self._digests, self.device, self.executor, self.options.effort, self._target
+        )
 
     @property
     def joint(self) -> JointGraph:
@@ -356,6 +358,7 @@ class Graph:
         """Return what passes are given besides the graph."""
         return PassConfig(
             form=form,
+            effort=self.options.effort,
             units=self._units,
             target=None if self._target is None else torch.device(self._target.kind),
             other_bits=self._other_bits,

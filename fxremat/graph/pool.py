@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxremat.costs.cost import Measured
+from fxremat.effort import Effort
 from fxremat.graph.memory_record import describe_peak
 from fxremat.ir import Form, RecordedCosts
 from fxremat.planner.context.context_bytes import ContextBytes
@@ -15,13 +16,6 @@ from fxremat.planner.search.resized import search_at
 from fxremat.planner.search.search import Search
 from fxremat.planner.transfers.transfers import Transfers
 from fxremat.report.frontier import Frontier, frontier_of
-
-FASTER = 0.9
-"""A step that fits as it was traced follows another form only where that takes less than this share
-of its seconds."""
-
-MOST_BASES = 16
-"""Candidates from which transfers set out where all plans of a graph are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +69,13 @@ class Pool:
         pool = self.search.pool
         if self.transfers is None:
             return iter(pool.members)
-        only = self.transfers.host.only
-        return self.transfers.graded((pool.baseline,) if only else pool.thinned(MOST_BASES))
+        only, most = self.transfers.host.only, self.effort.graded_bases
+        return self.transfers.graded((pool.baseline,) if only else pool.thinned(most))
+
+    @property
+    def effort(self) -> Effort:
+        """The numbers that steered the search."""
+        return self.search.effort
 
     @property
     def held(self) -> ContextBytes:
@@ -167,14 +166,14 @@ def fastest(pools: Sequence[Pool], budget_bytes: int) -> tuple[Pool, Candidate]:
         if candidate.total_s < least_s:
             chosen, least_s = (pool, candidate), candidate.total_s
         if candidate is pools[0].baseline:  # everything fits
-            least_s *= FASTER
+            least_s *= pool.effort.faster
     assert chosen is not None
     return chosen
 
 
 def below_s(pools: Sequence[Pool], chosen: Candidate) -> float:
     """Return the seconds that a step in one more form must take less than to replace ``chosen``."""
-    return chosen.total_s * (FASTER if chosen is pools[0].baseline else 1.0)
+    return chosen.total_s * (pools[0].effort.faster if chosen is pools[0].baseline else 1.0)
 
 
 def least_of(pools: Iterable[Pool]) -> Pool:

@@ -5,24 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fxremat.effort import Effort
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.split.run import Looks
-
-USUAL_LOOKS = 600_000
-"""Looks at operations in a search of runs, at an effort of 1; each takes some 4 microseconds."""
-
-LOOKS_EACH = 250
-"""Looks for each operation of a graph, where these are more: a millisecond, half of what else
-planning takes for it."""
-
-LOOKS_TO_PLAN = 120
-"""What it takes to measure and plan a form, for each of its operations, in looks."""
-
-LOOKS_TO_SEARCH = 60
-"""Of that, to search for schedules once it is measured."""
-
-LOOKS_IN_STEP = 200_000
-"""Looks of a plan that is made inside a training step: less than a second."""
 
 
 @dataclass(slots=True)
@@ -32,12 +17,12 @@ class Spending:
     Work is counted in operations, not in seconds, so plans are the same in any process.
 
     Attributes:
-        asked: the effort, in multiples of the usual one.
+        effort: how much may be spent, in looks.
         spent: looks so far at forms that were not needed.
         is_spent: whether a form was skipped, as the effort is spent.
     """
 
-    asked: float
+    effort: Effort
     spent: int = 0
     is_spent: bool = False
 
@@ -52,10 +37,11 @@ class Spending:
         if needed:
             return Looks()
         operations = len(joint.forward) + len(joint.backward)
-        most = self.asked * max(USUAL_LOOKS, LOOKS_EACH * operations) - self.spent
+        effort = self.effort
+        most = effort.scale * max(effort.looks, effort.looks_each * operations) - self.spent
         if in_step:
-            most = min(most, self.asked * LOOKS_IN_STEP)
-        left = most - LOOKS_TO_PLAN * operations
+            most = min(most, effort.scale * effort.looks_in_step)
+        left = most - effort.looks_to_plan * operations
         self.is_spent = left <= 0
         return None if self.is_spent else Looks(None if math.isinf(left) else int(left))
 
@@ -65,7 +51,9 @@ class Spending:
         Schedules that are needed to fit are searched without a limit.
         """
         operations = len(joint.forward) + len(joint.backward)
-        return forms * LOOKS_TO_SEARCH * operations <= self.asked * LOOKS_IN_STEP
+        effort = self.effort
+        looks = forms * effort.looks_to_search * operations
+        return looks <= effort.scale * effort.looks_in_step
 
     def spend(self, looks: Looks, joint: JointGraph, *, taken: bool) -> bool:
         """Count the looks at a form that was not needed; return whether they were enough.
@@ -76,6 +64,6 @@ class Spending:
             taken: whether the form was new, so that it was measured and planned.
         """
         operations = len(joint.forward) + len(joint.backward)
-        self.spent += looks.count + (LOOKS_TO_PLAN * operations if taken else 0)
+        self.spent += looks.count + (self.effort.looks_to_plan * operations if taken else 0)
         self.is_spent = looks.are_out
         return not looks.are_out

@@ -12,6 +12,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.costs.alone import alone_s
 from fxremat.costs.cache import CostCache
+from fxremat.effort import USUAL
 from fxremat.errors import FxrematError, refuse
 from fxremat.planner.decision.save_options import Numbers, Operation, fastest_within
 from fxremat.torch_compat import Partition
@@ -85,5 +86,6 @@ def _saved(partition: Partition, cache: CostCache) -> set[fx.Node]:
             mask([node for node in own if node in partition.required]),
         ),
         limit,
+        USUAL,
     )
     return drawn.union(node for node, i in bits.items() if chosen >> i & 1)

@@ -62,7 +62,6 @@ def _shown(asked: Arguments, option: str) -> str:
     host, kept = asked.host, asked.kept
     shown: dict[str, object] = {
         "offload": host and (host.only, host.conv, host.limit_bytes),
-        "effort": asked.planning,
         "plan": kept and _decided(kept),
         "regions": "one" if asked.fullgraph else asked.regions or "auto",
     }

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fxremat.effort import USUAL, Effort
 from fxremat.errors import ArgumentError, BudgetError, refuse
 from fxremat.options.budget import Budget, Readable
 from fxremat.options.loss import LossOfOutputs
@@ -20,7 +21,6 @@ from fxremat.options.plain import gathered
 from fxremat.options.readers import READERS, Assume, Executor, Optimizer
 from fxremat.options.table import BACKEND, OPTIONS, names_of, refuse_former
 from fxremat.options.values import Bits
-from fxremat.planner.decision.effort import Effort
 from fxremat.planner.transfers.transfers import HostMemory
 from fxremat.ranks.peers import Ranks
 from fxremat.report.plan import Plan
@@ -42,7 +42,6 @@ class Arguments:
         drop_unused: outputs that the loss does not use are not returned.
         host: ``offload``: memory to which storages may travel; ``None``: none may.
         bits: ``bits``.
-        planning: ``effort``.
         kept: ``plan``, which keeps to the budget.
         fullgraph: ``regions="one"``: a model that breaks the graph is refused.
         regions: names of modules that are regions by themselves.
@@ -56,7 +55,7 @@ class Arguments:
     accumulate: bool = False
     host: HostMemory | None = None
     bits: Bits = field(default_factory=Bits)
-    planning: Effort = field(default_factory=Effort)
+    effort: Effort = USUAL
     executor: Executor = "eager"
     dynamic: bool | None = None
     kept: Plan | None = None
@@ -81,12 +80,12 @@ class Arguments:
     @property
     def exact(self) -> bool:
         """Whether inputs of norms are kept; otherwise they may be rebuilt from outputs."""
-        return self.bits.kind == "exact" or "norms" not in self.planning.forms
+        return self.bits.kind == "exact" or "norms" not in self.effort.forms
 
     @property
     def split(self) -> Split:
         """Whether runs of operations may be computed in parts."""
-        if "parts" not in self.planning.forms:
+        if "parts" not in self.effort.forms:
             return False
         return "exact" if self.bits.kind == "exact" else True
 
@@ -94,16 +93,6 @@ class Arguments:
     def verify_bits(self) -> int:
         """In every so many steps one run in parts is compared with the whole; 0: never."""
         return self.bits.verify_every
-
-    @property
-    def effort(self) -> float:
-        """How much of planning may go into forms that are not needed, in multiples of usual."""
-        return self.planning.scale
-
-    @property
-    def generators(self) -> tuple[str, ...]:
-        """Names of the solvers whose schedules are looked at."""
-        return self.planning.generators
 
     @staticmethod
     def read(budget: Readable | None = None, **given: Any) -> Arguments:
@@ -136,7 +125,7 @@ class Arguments:
             accumulate=values["accumulate"] or in_flight > 1,
             host=values["offload"],
             bits=values["bits"],
-            planning=values["effort"],
+            effort=values["effort"],
             executor=values["executor"],
             dynamic=values["dynamic"],
             kept=kept,

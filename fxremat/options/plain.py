@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, field, fields, make_dataclass
 from typing import Any
 
+from fxremat.effort import Effort
 from fxremat.errors import ArgumentError, refuse
 from fxremat.options.loss import Loss
 from fxremat.options.table import BUDGET, OPTIONS, Field, Option, refuse_former
 from fxremat.options.values import Bits, HostMemory
-from fxremat.planner.decision.effort import Effort
 
 CLASSES: Mapping[str, Callable[..., Any]] = {
     "loss": Loss,

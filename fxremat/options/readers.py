@@ -13,10 +13,10 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 
+from fxremat.effort import Effort
 from fxremat.errors import refuse
 from fxremat.options.loss import Loss
 from fxremat.options.values import Bits, HostMemory, read_bytes
-from fxremat.planner.decision.effort import Effort
 from fxremat.planner.search.search import GENERATORS_BY_NAME
 from fxremat.planner.transfers import transfers
 from fxremat.ranks.peers import Ranks

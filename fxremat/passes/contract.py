@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import fx
 
+from fxremat.effort import USUAL, Effort
 from fxremat.errors import FxrematError
 from fxremat.ir import TRACED, Form
 from fxremat.passes.fuse.unit import Units
@@ -32,6 +33,7 @@ class PassConfig:
 
     Attributes:
         form: how the operations of the step are to be computed.
+        effort: the numbers that decide where the graph is cut, and how long a run may be.
         units: the table that new units are added to; ``None``: operations run as torch runs them.
         target: the device that the step is estimated for, where none is present: nothing is run.
         left: returns how the kernel of an operation leaves its results; ``None``: as traced.
@@ -46,6 +48,7 @@ class PassConfig:
     """
 
     form: Form = TRACED
+    effort: Effort = USUAL
     units: Units | None = None
     target: torch.device | None = None
     left: Left | None = None

@@ -121,6 +121,7 @@ def _split(graph: StepGraph, *, config: PassConfig) -> StepGraph:
         beside=form.beside,
         expected=config.expected,
         looks=config.looks,
+        most_operations=config.effort.run_operations,
     )
     return graph if module is None else graph.changed(module)
 
@@ -132,7 +133,7 @@ def large_in(form: Form) -> Large:
 
 def _linearize(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Cut the forward into stages; each backward operation belongs to one of them."""
-    return graph.as_line(linearize(graph.joint))
+    return graph.as_line(linearize(graph.joint, config.effort))
 
 
 def _write_twice(graph: StepGraph, *, config: PassConfig) -> StepGraph:

@@ -21,12 +21,6 @@ from fxremat.graph.pools import all_pools, least_bytes, least_bytes_from_scratch
 from fxremat.options.budget import TrainingBudget
 from fxremat.planner.context.step_context import StepContext
 
-CLOSE = 256
-"""What takes long to find of a size is asked until the answer is off by its so-manieth at most."""
-
-NEAR = 16
-"""Where the model refuses the largest size that fits, so many below it are asked for first."""
-
 
 def largest_size(
     graph: Graph,
@@ -76,7 +70,7 @@ def largest_size(
     def least_at(ask: Callable[[StepContext, int], int], count: int) -> int:
         return ask(at(count), next(within_bytes))
 
-    own = bisect_right(taken, context.sizes[group[0].symbol])
+    own, effort = bisect_right(taken, context.sizes[group[0].symbol]), graph.options.effort
     count, guess, fitting = bisect_right(taken, most), None, None
     for ask in asked:
         while count and count != fitting:
@@ -87,18 +81,23 @@ def largest_size(
                 budget_bytes=budget_bytes,
                 most=count,
                 guess=guess,
-                near=None if guess is None else CLOSE,
+                near=None if guess is None else effort.size_close,
             )
-            count = guess = _largest_taken(lambda c: takes(at(c)), fitting or 0, own=own)
+            count = guess = _largest_taken(
+                lambda c: takes(at(c)), fitting or 0, own=own, near=effort.size_near
+            )
         fitting = None
     return taken[count - 1] if count else None
 
 
-def _largest_taken(takes: Callable[[int], bool], most: int, *, own: int) -> int:
-    """The largest size up to ``most`` that a model takes, as it does its ``own``; 0: none."""
+def _largest_taken(takes: Callable[[int], bool], most: int, *, own: int, near: int) -> int:
+    """Return the largest size up to ``most`` that a model takes, as it does its ``own``; 0: none.
+
+    The sizes that are at most ``near`` below it are tried first.
+    """
     if most <= 0 or takes(most):
         return most
-    for size in range(most - 1, max(0, most - NEAR), -1):  # such as multiples of something
+    for size in range(most - 1, max(0, most - near), -1):  # such as multiples of something
         if takes(size):
             return size
     # The sample itself need not fit. What is taken may end where a table of positions does.

@@ -222,7 +222,6 @@ def _origin(graph: Graph, variant: Variant, context: StepContext) -> Origin:
         exact=options.exact,
         split=options.split,
         effort=options.effort,
-        generators=options.generators,
         allocator=allocator_rules(graph),
     )
 

@@ -20,10 +20,6 @@ from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice
 from fxremat.units import format_bytes
 
-LOSS_POINT_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0)
-"""Shares of all that a region allocates that are assumed to be held at the loss point while its
-plans are searched."""
-
 
 def region_context(
     context: StepContext, correction: Correction, host_bytes: int | None = None
@@ -110,7 +106,7 @@ def choices_of(graph: Graph, context: StepContext) -> tuple[Choice, ...]:
     """
     all_bytes = _all_storage_bytes(graph, context)
     candidates: dict[Choice, tuple[int, Candidate]] = {}
-    for share in LOSS_POINT_SHARES:
+    for share in graph.options.effort.loss_point_shares:
         correction = Correction(turn_bytes=int(share * all_bytes))
         pools = search_again(
             graph, replace(context, waiting_bytes=0, correction=correction, region=True)
@@ -134,6 +130,7 @@ def choose_together(
     budget: Budget,
     *,
     base_bytes: int,
+    most_states: int,
     first_bytes: int = 0,
     host_bytes: int | None = None,
 ) -> Chosen:
@@ -143,13 +140,14 @@ def choose_together(
         calls: the calls, with their choices.
         budget: the budget that they share.
         base_bytes: what is held when the step begins.
+        most_states: pairs of bytes and seconds that are kept after each call.
         first_bytes: the most bytes beyond that before the first call.
         host_bytes: host memory that they may take together; ``None``: no limit.
 
     Raises:
         BudgetError: no plans fit together.
     """
-    least = knapsack.least(calls, host_bytes=host_bytes)
+    least = knapsack.least(calls, most_states=most_states, host_bytes=host_bytes)
     least_bytes = base_bytes + max(first_bytes, least.peak_bytes)
     kept_bytes = knapsack.peak_bytes(calls, [len(call.choices) - 1 for call in calls])
     full_bytes = base_bytes + max(first_bytes, kept_bytes)
@@ -158,9 +156,14 @@ def choose_together(
     budget_bytes = budget.resolve(
         full_bytes=full_bytes,
         least_bytes=least_bytes,
-        needed_by=lambda: _needed_by(calls, least.peak_bytes, host_bytes, base_bytes),
+        needed_by=lambda: _needed_by(calls, least.peak_bytes, host_bytes, base_bytes, most_states),
     )
-    solved = knapsack.solve(calls, budget_bytes=budget_bytes - base_bytes, host_bytes=host_bytes)
+    solved = knapsack.solve(
+        calls,
+        budget_bytes=budget_bytes - base_bytes,
+        most_states=most_states,
+        host_bytes=host_bytes,
+    )
     assert solved is not None  # the least one fits
     LOG.info(
         "%d regions: peak %s of %s",
@@ -181,7 +184,11 @@ def choose_together(
 
 
 def _needed_by(
-    calls: Sequence[Call], least_bytes: int, host_bytes: int | None, base_bytes: int
+    calls: Sequence[Call],
+    least_bytes: int,
+    host_bytes: int | None,
+    base_bytes: int,
+    most_states: int,
 ) -> str:
     """Say what needs the least budget of a step.
 
@@ -190,9 +197,10 @@ def _needed_by(
         least_bytes: what they need within host memory.
         host_bytes: the limit of that; ``None``: no limit.
         base_bytes: what is held when the step begins.
+        most_states: as of :func:`choose_together`.
     """
     needed_by = "its region" if len(calls) == 1 else f"{len(calls)} regions together"
-    free = knapsack.least(calls)
+    free = knapsack.least(calls, most_states=most_states)
     if host_bytes is None or free.peak_bytes >= least_bytes:
         return needed_by
     nbytes = base_bytes + free.peak_bytes

@@ -193,6 +193,7 @@ class JointPlans:
                     calls,
                     loop.budget.now,
                     base_bytes=base_bytes + profile.more_bytes,
+                    most_states=profile.effort.region_states,
                     first_bytes=profile.first_bytes,
                     host_bytes=host_bytes,
                 )
@@ -221,7 +222,9 @@ class JointPlans:
 
         def exceeds(count: int) -> bool:
             last = replace(calls[count - 1], after_bytes=0, before_bytes=0)  # it may be the last
-            plans = least([*calls[: count - 1], last], host_bytes=host_bytes)
+            first = [*calls[: count - 1], last]
+            states = profile.effort.region_states
+            plans = least(first, most_states=states, host_bytes=host_bytes)
             return base_bytes + max(profile.first_bytes, plans.peak_bytes) > limit_bytes
 
         return bisect_left(range(1, len(calls)), True, key=exceeds)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any
 
+from fxremat.effort import Effort
 from fxremat.graph.graph import Graph
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context.step_context import Correction, StepContext
@@ -140,6 +141,11 @@ class StepProfile:
     peak_bytes: int | None = None
     watched_count: int = 1
     is_mixed: bool = False
+
+    @property
+    def effort(self) -> Effort:
+        """The numbers that steer the choice of plans; all graphs of a step have the same."""
+        return self.calls[0].graph.options.effort
 
     @property
     def keys(self) -> tuple[CallKey, ...]:

@@ -99,7 +99,6 @@ def graph_without_data(
             split=options.split is True,  # what keeps bits is measured where the step runs
             effort=options.effort,
             allocator=AllocatorSettings() if device.type == "cuda" else None,
-            generators=options.generators,
         ),
         places=places,
         roles=roles_of(captured.inputs, torch_compat.tensors_of_module(inner), places),

@@ -29,15 +29,6 @@ from fxremat.units import format_bytes
 Dim = int | tuple[int | str, int]
 """A dimension of the sample's first tensor, or an argument's index or name and a dimension."""
 
-CURVE = 12
-"""Sizes of a curve, evenly among all; the best one's neighbours come on top."""
-
-CLOSER = 2
-"""Times that sizes half-way from the fastest to its neighbours are added."""
-
-TRIALS = 3
-"""How often a size is compiled by itself, where the one that should fit is refused."""
-
 
 class NamedDim(NamedTuple):
     """A dimension that the user named.
@@ -196,13 +187,17 @@ class Batching:
         largest = self._largest(group)
         if largest is None:
             raise self._nothing(group)
-        sizes = sorted({nearest(taken, largest * i // CURVE) for i in range(CURVE + 1)})
+        count, closer_count = (
+            self.graph.options.effort.curve_sizes,
+            self.graph.options.effort.curve_closer,
+        )
+        sizes = sorted({nearest(taken, largest * i // count) for i in range(count + 1)})
         found: dict[int, BatchPoint] = {}
         for size in sizes:
-            self.progress("predict batches", len(found), len(sizes) + CLOSER)
+            self.progress("predict batches", len(found), len(sizes) + closer_count)
             found[size] = self._point(group, size, run=size == largest)
-        for closer in range(CLOSER):
-            self.progress("predict batches", len(sizes) + closer, len(sizes) + CLOSER)
+        for closer in range(closer_count):
+            self.progress("predict batches", len(sizes) + closer, len(sizes) + closer_count)
             known = sorted(found)
             best = known.index(min(known, key=lambda size: found[size].seconds_a_sample))
             near = known[max(0, best - 1) : best + 2]
@@ -247,12 +242,13 @@ class Batching:
         if trains(self._sample_at(self._at(group, predicted))):
             return predicted
         low = bisected(fits_without_bits, 0, high)
-        for trial in range(TRIALS):
+        trials = self.graph.options.effort.batch_trials
+        for trial in range(trials):
             if high - low <= 1:
                 break
-            self.progress("compile batches", trial, TRIALS)
+            self.progress("compile batches", trial, trials)
             # What is refused is seldom off by much.
-            middle = max(low + 1, high - max(1, (high - low) >> (TRIALS - trial)))
+            middle = max(low + 1, high - max(1, (high - low) >> (trials - trial)))
             is_trained = trains(self._sample_at(self._at(group, taken[middle - 1])))
             low, high = (middle, high) if is_trained else (low, middle)
         return taken[low - 1] if low else None

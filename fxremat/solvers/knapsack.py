@@ -25,10 +25,6 @@ import numpy.typing as npt
 
 N = TypeVar("N", int, npt.NDArray[np.int64])
 
-MOST_STATES = 2048
-"""Maximum number of pairs after a call. If there are more, some are dropped, evenly over the
-bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -100,25 +96,35 @@ class Solution:
 
 
 def solve(
-    calls: Sequence[Call], *, budget_bytes: int, host_bytes: int | None = None
+    calls: Sequence[Call],
+    *,
+    budget_bytes: int,
+    most_states: int,
+    host_bytes: int | None = None,
 ) -> Solution | None:
     """Find the fastest choices within a budget; ``None`` if none fit.
 
     Args:
         calls: calls of the step.
         budget_bytes: largest peak of the step.
+        most_states: maximum number of pairs after a call, at least 3. If there are more, some are
+            dropped, evenly over the bytes.
         host_bytes: largest amount of host memory; ``None``: unlimited. If it is the binding limit,
             the result is the best one that some price per byte of host memory leads to.
     """
-    fast = _cheapest(calls, budget_bytes, lambda choice: choice.seconds)
+
+    def cheapest(cost_of: Callable[[Choice], float]) -> Solution | None:
+        return _cheapest(calls, budget_bytes, most_states, cost_of)
+
+    fast = cheapest(lambda choice: choice.seconds)
     if fast is None or host_bytes is None or fast.host_bytes <= host_bytes:
         return fast
-    within = _cheapest(calls, budget_bytes, lambda choice: choice.host_bytes)
+    within = cheapest(lambda choice: choice.host_bytes)
     if within is None or within.host_bytes > host_bytes:
         return None
     while True:
         price_s = (within.seconds - fast.seconds) / (fast.host_bytes - within.host_bytes)
-        now = _cheapest(calls, budget_bytes, _priced(max(0.0, price_s)))
+        now = cheapest(_priced(max(0.0, price_s)))
         assert now is not None
         if now.host_bytes <= host_bytes and now.seconds < within.seconds:
             within = now
@@ -128,20 +134,23 @@ def solve(
             return within
 
 
-def least(calls: Sequence[Call], *, host_bytes: int | None = None) -> Solution:
-    """Find the choices of the least peak, with at most ``host_bytes`` of host memory."""
+def least(calls: Sequence[Call], *, most_states: int, host_bytes: int | None = None) -> Solution:
+    """Find the choices of the least peak, with at most ``host_bytes`` of host memory.
+
+    ``most_states`` is that of :func:`solve`.
+    """
 
     def cost(call: Call, choice: Choice, held_bytes: _Bytes, so_far: _Costs) -> _Costs:
         return np.maximum(so_far, call.peak_bytes(choice, held_bytes))
 
-    best = _minimized(calls, cost)
+    best = _minimized(calls, most_states, cost)
     assert best is not None  # all costs are finite
     if host_bytes is None or best.host_bytes <= host_bytes:
         return best
     below, best = best.peak_bytes - 1, _solution(calls, [len(c.choices) - 1 for c in calls])
     while best.peak_bytes - below > 1:  # a larger budget never needs more host memory
         middle = (below + best.peak_bytes) // 2
-        now = _cheapest(calls, middle, lambda choice: choice.host_bytes)
+        now = _cheapest(calls, middle, most_states, lambda choice: choice.host_bytes)
         if now is None or now.host_bytes > host_bytes:
             below = middle
         else:
@@ -169,7 +178,10 @@ def rooms(calls: Sequence[Call], chosen: Sequence[int]) -> list[int]:
 
 
 def _cheapest(
-    calls: Sequence[Call], budget_bytes: int, cost_of: Callable[[Choice], float]
+    calls: Sequence[Call],
+    budget_bytes: int,
+    most_states: int,
+    cost_of: Callable[[Choice], float],
 ) -> Solution | None:
     """Find the choices within a budget with the least sum of costs; ``None`` if there are none."""
 
@@ -177,7 +189,7 @@ def _cheapest(
         fits = call.peak_bytes(choice, held_bytes) <= budget_bytes
         return np.where(fits, so_far + cost_of(choice), np.inf)
 
-    return _minimized(calls, cost)
+    return _minimized(calls, most_states, cost)
 
 
 def _priced(price_s: float) -> Callable[[Choice], float]:
@@ -194,7 +206,7 @@ _Cost = Callable[[Call, Choice, _Bytes, _Costs], _Costs]
 infeasible."""
 
 
-def _minimized(calls: Sequence[Call], cost: _Cost) -> Solution | None:
+def _minimized(calls: Sequence[Call], most_states: int, cost: _Cost) -> Solution | None:
     held, costs = np.zeros(1, np.int64), np.zeros(1)
     steps: list[_Indices] = []  # for each call and state: the choice, and the previous state
     for call in calls:
@@ -204,7 +216,7 @@ def _minimized(calls: Sequence[Call], cost: _Cost) -> Solution | None:
             for i, choice in enumerate(call.choices)
         ]
         held, costs, chosen = map(np.concatenate, zip(*reached, strict=True))
-        kept = _kept(held, costs)
+        kept = _kept(held, costs, most_states)
         held, costs = held[kept], costs[kept]
         steps.append(np.stack((chosen[kept], np.tile(before, len(reached))[kept])))
     if not len(held):
@@ -216,19 +228,19 @@ def _minimized(calls: Sequence[Call], cost: _Cost) -> Solution | None:
     return _solution(calls, chosen_backwards[::-1])
 
 
-def _kept(held_bytes: _Bytes, costs: _Costs) -> _Indices:
+def _kept(held_bytes: _Bytes, costs: _Costs, most_states: int) -> _Indices:
     """Return the states that no other beats in both, by ascending bytes.
 
-    If there are more than ``MOST_STATES``, return the first, the last, and others evenly over the
+    If there are more than ``most_states``, return the first, the last, and others evenly over the
     bytes.
     """
     order: _Indices = np.lexsort((costs, held_bytes))
     least = np.minimum.accumulate(np.concatenate(([np.inf], costs[order])))
     order = order[least[1:] < least[:-1]]
-    if len(order) <= MOST_STATES:
+    if len(order) <= most_states:
         return order
     held = held_bytes[order]
-    width = (held[-1] - held[0]) / (MOST_STATES - 2)
+    width = (held[-1] - held[0]) / (most_states - 2)
     stretch = ((held - held[0]) / width).astype(np.int64)
     last = np.append(stretch[1:] != stretch[:-1], True)  # the cheapest of each stretch
     last[0] = True

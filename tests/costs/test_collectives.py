@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxremat import torch_compat
 from fxremat.costs.collectives import LATE, late_bytes, with_collectives
+from fxremat.effort import USUAL
 from fxremat.errors import CaptureError
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.build import build_joint_graph
@@ -131,7 +132,7 @@ def graph_of(target: Any, *args: Any) -> fx.GraphModule:
 
 def line() -> Line:
     module = graph_of(OPS.all_reduce.default, "sum", GROUP)
-    return linearize(build_joint_graph(module, forward_output_count=1, mutated_primals=()))
+    return linearize(build_joint_graph(module, forward_output_count=1, mutated_primals=()), USUAL)
 
 
 def test_who_waits_has_what_was_waited_for() -> None:

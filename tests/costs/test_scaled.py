@@ -15,6 +15,7 @@ from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import measure_line
 from fxremat.costs.scaled import ScaledCosts, rates_of, with_workspaces
+from fxremat.effort import USUAL
 from fxremat.ir import RecordedCosts
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.build import rebuilt
@@ -212,9 +213,17 @@ def test_parts_take_no_more_where_there_are_more_of_them(hint: int, rows: int):
     """At the capture the second part may be smaller than the first."""
     step = capture_sized(Wide(), (torch.randn(hint, 64),), dims=[[0]])
     large = Large(4 * 4096 * hint - 1)
-    module = split(step.joint, large, None, beside=False, expected={}, looks=Looks())
+    module = split(
+        step.joint,
+        large,
+        None,
+        beside=False,
+        expected={},
+        looks=Looks(),
+        most_operations=USUAL.run_operations,
+    )
     assert module is not None
-    line = linearize(rebuilt(step.joint, module))
+    line = linearize(rebuilt(step.joint, module), USUAL)
 
     def measured(line: Line) -> RecordedCosts:
         blocks = BlockCache(line)

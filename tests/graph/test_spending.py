@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
+from fxremat.effort import USUAL
 from fxremat.errors import ArgumentError
-from fxremat.graph.spending import LOOKS_EACH, USUAL_LOOKS, Spending
+from fxremat.graph.spending import Spending
 from tests.harness import captured
 
 
@@ -66,10 +67,10 @@ def test_an_effort_that_is_none_is_refused(effort: object):
 def test_it_grows_with_a_large_step_and_a_step_that_waits_gets_less():
     joint = captured("gpt").line.joint
     operations = len(joint.forward) + len(joint.backward)
-    assert LOOKS_EACH * operations <= USUAL_LOOKS  # a small model's forms are all looked at
-    first = Spending(1.0).looks(joint, needed=False, in_step=False)
-    waiting = Spending(1.0).looks(joint, needed=False, in_step=True)
-    needed = Spending(0.0).looks(joint, needed=True, in_step=True)
+    assert USUAL.looks_each * operations <= USUAL.looks  # a small model's forms are all looked at
+    first = Spending(USUAL).looks(joint, needed=False, in_step=False)
+    waiting = Spending(USUAL).looks(joint, needed=False, in_step=True)
+    needed = Spending(fxremat.Effort(0)).looks(joint, needed=True, in_step=True)
     assert first is not None and first.most is not None
     assert waiting is None or (waiting.most or 0) < first.most
     assert needed is not None and needed.most is None
@@ -77,11 +78,11 @@ def test_it_grows_with_a_large_step_and_a_step_that_waits_gets_less():
 
 def test_what_was_spent_is_gone():
     joint = captured("gpt").line.joint
-    effort = Spending(1.0)
+    effort = Spending(USUAL)
     forms = 0
     while (looks := effort.looks(joint, needed=False, in_step=False)) is not None:
         assert effort.spend(looks, joint, taken=True)
         forms += 1
     assert forms > 1
     assert effort.is_spent
-    assert effort.spent <= USUAL_LOOKS
+    assert effort.spent <= USUAL.looks

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.graph import further
 from tests.cuda import CUDA
-from tests.efforts import WHOLE
+from tests.efforts import WHOLE, plan_with
 from tests.on_cuda.stood_in import needs_stand_in
 from tests.test_split import Language, batch
 
@@ -62,7 +61,7 @@ def test_half_the_least_has_the_same_bits():
 def test_a_loss_whose_gradient_is_another_has_the_same_bits_within_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(further, "MUCH_SLOWER", math.inf)  # the first form that fits is taken
+    plan_with(monkeypatch, much_slower=math.inf)  # the first form that fits is taken
     given = tuple(tensor.to(CUDA) for tensor in batch())
     truth = made()
     expected = {factor: gradients(truth, truth, given, factor=factor) for factor in (1.0, 0.3)}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from fxremat.effort import USUAL
 from fxremat.passes.fuse.again import computed_again
 from fxremat.passes.fuse.groups import Span, spans_of
 from fxremat.passes.fuse.kinds import Kind, bases, kinds_of
@@ -114,7 +115,7 @@ def built(values: list[Value]) -> Built:
     held = {mark: [n for n, v in zip(node, values, strict=True) if v.held == mark] for mark in "lp"}
     real = {mark: [n for n in held[mark] if kinds[n] is not Kind.VIEW] for mark in held}
     old = [n for n in own if n.args[0] in joint.mutated]
-    line = replace(linearize(joint), pinned=frozenset([*real["p"], *old]))
+    line = replace(linearize(joint, USUAL), pinned=frozenset([*real["p"], *old]))
     return Built(line, Span(tuple(own), joint.backward, tuple(real["l"])), kinds, node)
 
 

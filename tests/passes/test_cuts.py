@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.passes.stages import cuts as module
 from fxremat.passes.stages.cuts import Crossing, choose_cuts
 
 
@@ -38,15 +36,14 @@ def crossing_of(weights: list[int], saved_bytes: list[int] | None = None) -> Cro
     ],
 )
 def test_cuts_are_where_little_crosses(weights: list[int], cuts: list[int]):
-    assert choose_cuts(crossing_of(weights)) == cuts
+    assert choose_cuts(crossing_of(weights), 160) == cuts
 
 
-def test_there_are_never_too_many_cuts(monkeypatch: pytest.MonkeyPatch):
+def test_there_are_never_too_many_cuts():
     weights = [value for _ in range(100) for value in (50, 1)] + [50, 0]
     saved = [7 if i < 100 else 1 for i in range(len(weights))]
-    assert len(choose_cuts(crossing_of(weights, saved))) == 100
-    monkeypatch.setattr(module, "MOST_STAGES", 61)
-    cuts = choose_cuts(crossing_of(weights, saved))
+    assert len(choose_cuts(crossing_of(weights, saved), 160)) == 100
+    cuts = choose_cuts(crossing_of(weights, saved), 61)
     assert len(cuts) == 60
     assert all(a < b for a, b in pairwise(cuts))
     assert cuts[:50] == list(range(1, 100, 2)), "stages that save little are merged first"
@@ -56,11 +53,9 @@ def test_there_are_never_too_many_cuts(monkeypatch: pytest.MonkeyPatch):
 def test_cuts_go_one_by_one_between_the_stages_that_save_least(saved: list[int], most: int):
     weights = [1 + i % 2 for i in range(len(saved))]
     crossing = crossing_of(weights, saved)
-    with mock.patch.object(module, "MOST_STAGES", len(saved)):
-        left = choose_cuts(crossing)
+    left = choose_cuts(crossing, len(saved))
     while len(left) > most - 1:
         ends = [-1, *left, len(saved) - 1]
         both = [sum(saved[a + 1 : b + 1]) for a, b in zip(ends, ends[2:], strict=False)]
         del left[both.index(min(both))]
-    with mock.patch.object(module, "MOST_STAGES", most):
-        assert choose_cuts(crossing) == left
+    assert choose_cuts(crossing, most) == left

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from fxremat.effort import USUAL
 from fxremat.passes.fuse.kinds import Kind, kinds_of
 from fxremat.passes.fuse.unit import Unit, Units
 from fxremat.passes.joint import rng
@@ -62,7 +63,7 @@ def test_it_is_a_step_as_it_was(step: Captured):
     """What is left of the traced operations lies as it lay, and stages can be found in it."""
     module = fused(step)
     joint = rebuilt(step.joint, module)
-    line = linearize(joint)
+    line = linearize(joint, USUAL)
     assert [n.name for n in joint.primals] == [n.name for n in step.joint.primals]
     assert {n for stage in line.stages for n in stage.backward} == set(joint.backward)
     before = {n.name: layouts_of(n) for n in step.joint.module.graph.nodes}

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxremat import torch_compat
+from fxremat.effort import USUAL
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.settle import settle
@@ -152,7 +153,7 @@ def test_stages_are_found_in_it(case: Any):
     joint = build_joint_graph(
         module, forward_output_count=step.output_count, mutated_primals=step.mutated
     )
-    line = linearize(joint)
+    line = linearize(joint, USUAL)
     assert len(joint.backward) >= len(step.joint.backward)
     assert {n for s in line.stages for n in s.backward} == set(joint.backward)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fxremat.effort import USUAL
 from fxremat.ir import Move
 from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
@@ -30,7 +31,7 @@ def moved(at: AtSize) -> tuple[Program, tuple[Move, ...]]:
     candidate = evaluator.candidate(coded(keep_all(len(step.line.stages))))
     evaluation = evaluator.evaluation(candidate)
     fixed = step.line.joint.storages.of((*step.joint.given, *step.line.pinned))
-    movable = Movable.of(evaluation, fixed)
+    movable = Movable.of(evaluation, fixed, USUAL.small_share)
     moves = movable.moves(movable.least_bytes)
     assert moves
     return evaluator.program(candidate), moves

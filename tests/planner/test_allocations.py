@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.fx import Node
 
+from fxremat.effort import USUAL
 from fxremat.ir import Move, Request
 from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.stages.block import Block
-from fxremat.planner.allocator import allocations
 from fxremat.planner.allocator.allocations import (
     Allocations,
     crowded,
@@ -21,7 +21,7 @@ from fxremat.planner.allocator.allocations import (
     requests_of_step,
     settings_of,
 )
-from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.allocator.allocator import AllocatorSettings, allocations
 from fxremat.planner.allocator.footprints import Footprints
 from fxremat.planner.context.context_bytes import ContextBytes
 from fxremat.planner.decision.candidates import Candidate, Evaluation
@@ -61,7 +61,7 @@ def carried_out(name: str) -> list[Carried]:
     for schedule in schedules:
         candidate = evaluator.candidate(coded(schedule))
         evaluation = evaluator.evaluation(candidate)
-        movable = Movable.of(evaluation, fixed)
+        movable = Movable.of(evaluation, fixed, USUAL.small_share)
         found.append(Carried(candidate, step.program(schedule), evaluation, movable))
     return found
 

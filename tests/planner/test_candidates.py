@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.planner.decision.candidates import CLOSER, STARTS, Candidate, Pool
+from fxremat.planner.decision.candidates import Candidate, Pool
 
 CODES = np.zeros(1, dtype=np.int64)
 
@@ -56,19 +56,24 @@ def staircase(count: int) -> Pool:
 @given(st.integers(1, 300))
 def test_starts_are_some_members_more_of_them_near_the_least(count: int):
     pool = staircase(count)
-    starts = pool.starts()
+    starts = pool.starts(10, 4)
     assert starts[0] is pool.members[0]
     assert starts[-1] is pool.members[-2]
     assert pool.baseline not in starts
     assert list(starts) == [m for m in pool.members if m in starts]
-    assert min(count, STARTS) <= len(starts) <= STARTS + CLOSER
+    assert min(count, 10) <= len(starts) <= 14
     if count > 100:
         half = (pool.members[0].peak_bytes + pool.members[-2].peak_bytes) // 2
         assert sum(c.peak_bytes < half for c in starts) > len(starts) / 2
 
 
 def test_a_pool_of_the_baseline_alone_has_no_starts():
-    assert Pool.of(candidate(1, 1.0), []).starts() == ()
+    assert Pool.of(candidate(1, 1.0), []).starts(10, 4) == ()
+
+
+def test_nothing_starts_where_no_start_is_asked_for():
+    assert staircase(30).starts(0, 4) == ()
+    assert len(staircase(30).starts(1, 0)) == 1
 
 
 @given(st.integers(1, 100), st.integers(2, 40))

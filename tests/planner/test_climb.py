@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from fxremat.effort import USUAL
 from fxremat.passes.stages.block import Mode
 from fxremat.planner.decision.candidates import Candidate
 from tests.harness import captured, measured_peak_bytes, run_emitted, search_of
@@ -20,7 +21,7 @@ def climbed(name: str) -> list[Candidate]:
     """The least candidate of a model's solvers and every step of a climb from there."""
     search = search_of(name)
     start = search.solved.members[0]
-    return [start, *search.evaluator.climb(start)]
+    return [start, *search.evaluator.climb(start, USUAL)]
 
 
 def bits(candidate: Candidate) -> set[int]:
@@ -48,7 +49,7 @@ def test_each_step_is_what_its_decision_comes_to(name: str):
 def test_a_climb_goes_on_from_where_it_is_set_out(name: str):
     evaluator, found = search_of(name).evaluator, climbed(name)
     start = found[len(found) // 2]
-    for step in evaluator.climb(start):
+    for step in evaluator.climb(start, USUAL):
         assert step.total_s < start.total_s
         assert bits(start) < bits(step)
 
@@ -56,7 +57,7 @@ def test_a_climb_goes_on_from_where_it_is_set_out(name: str):
 @models
 def test_nothing_is_found_where_everything_is_kept(name: str):
     search = search_of(name)
-    assert search.evaluator.climb(search.baseline) == []
+    assert search.evaluator.climb(search.baseline, USUAL) == []
 
 
 @models

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from torch import fx
 
+from fxremat.effort import USUAL
 from fxremat.passes.stages.block import Mode
 from fxremat.planner.decision.candidates import Candidate
 from fxremat.planner.replay.climb import find_effects, mark_results
@@ -98,7 +99,7 @@ def test_effects_are_exact_where_each_operation_runs_again_once(name: str):
 @models
 def test_effects_are_at_least_as_said_where_they_run_more_often(name: str):
     evaluator, solved = charged_alike(captured(name)), search_of(name).solved.members[:-1]
-    climbed = evaluator.climb(solved[0])
+    climbed = evaluator.climb(solved[0], USUAL)
     starts = (*solved[:: max(len(solved) // 4, 1)], climbed[len(climbed) // 2])
     found = {start: effects_of(evaluator, start) for start in starts}
     assert len(found[solved[0]]) > 5

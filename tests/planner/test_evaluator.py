@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fxremat.costs.cost import Measured
+from fxremat.effort import USUAL
 from fxremat.errors import CostError, ScheduleError
 from fxremat.ir import Forward, Keep, Schedule
 from fxremat.ir.schedule import coded, decoded
@@ -31,7 +32,7 @@ def test_a_candidate_stands_for_its_decision():
     evaluator = step.evaluator()
     count = len(step.line.stages)
     least = evaluator.candidate(coded(periodic(count, 3)))
-    climbed = evaluator.climb(least)
+    climbed = evaluator.climb(least, USUAL)
     for candidate in (evaluator.keep_all(), least, climbed[len(climbed) // 2]):
         found = evaluator.decision(candidate)
         nodes = step.line.nodes

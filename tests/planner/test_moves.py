@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fxremat.effort import USUAL
 from fxremat.ir import Move
 from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
@@ -28,7 +29,7 @@ def movable(name: str, kind: str = "all") -> tuple[Movable, Program]:
     evaluator, joint = step.evaluator(), step.joint
     evaluation = evaluator.evaluation(evaluator.candidate(coded(schedule)))
     fixed = joint.storages.of((*joint.given, *joint.tangents, *step.line.pinned))
-    return Movable.of(evaluation, fixed), step.program(schedule)
+    return Movable.of(evaluation, fixed, USUAL.small_share), step.program(schedule)
 
 
 def readers(program: Program, storage: int) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxremat.costs.cost import Measured
+from fxremat.effort import DEFAULT_GENERATORS
 from fxremat.ir import Forward, Keep, Schedule
 from fxremat.ir.schedule import Codes, coded, decoded
 from fxremat.passes.emit.program import Program, keep_all
@@ -23,7 +24,7 @@ from fxremat.planner.decision.candidates import Evaluation
 from fxremat.planner.replay.extract import make_room
 from fxremat.planner.replay.places import TABLE
 from fxremat.planner.search.evaluator import Evaluator
-from fxremat.planner.search.search import GENERATORS
+from fxremat.planner.search.search import generators_of
 from tests.harness import (
     Captured,
     Held,
@@ -157,7 +158,7 @@ def test_many_random_decisions_are_as_their_programs(name: str):
 def test_what_generators_give_is_as_its_programs(name: str):
     step, search = captured(name), search_of(name)
     draw = random.Random(0)
-    for generator in GENERATORS:
+    for generator in generators_of(DEFAULT_GENERATORS):
         found = list(generator(search.setting))
         for codes in draw.sample(found, min(3, len(found))):
             check(step, search.evaluator, codes, some_held(step, draw))

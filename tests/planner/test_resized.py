@@ -9,6 +9,7 @@ import pytest
 
 from fxremat.costs.cost import Measured
 from fxremat.costs.scaled import ScaledCosts
+from fxremat.effort import USUAL, Effort
 from fxremat.ir.schedule import coded, decoded
 from fxremat.passes.stages.block import BlockCache
 from fxremat.planner.context.context_bytes import Caller, context_bytes_of
@@ -17,7 +18,8 @@ from fxremat.planner.search.evaluator import Evaluator
 from fxremat.planner.search.resized import least_bytes_at, search_at
 from fxremat.planner.search.search import Search
 from fxremat.progress import silent
-from tests.harness import bare, random_schedule, search_quickly
+from tests.efforts import QUICK
+from tests.harness import bare, random_schedule
 from tests.sized import AtSize, at_size, symbolic
 
 SIZES = [("gpt", (3, 24), (5, 17)), ("gpt", (3, 24), (2, 64)), ("unet", (3, 32, 64), (2, 64, 32))]
@@ -29,9 +31,9 @@ each_size = pytest.mark.parametrize(("name", "hints", "sizes"), SIZES)
 def search_of(name: str, hints: tuple[int, ...]) -> Search:
     """At the size of the capture."""
     step = symbolic(name, hints)
-    with pytest.MonkeyPatch.context() as patch:
-        search_quickly(patch)
-        return Search.over(step.estimated, step.blocks, bare(step.joint), progress=silent)
+    return Search.over(
+        step.estimated, step.blocks, bare(step.joint), progress=silent, effort=Effort(**QUICK)
+    )
 
 
 def resized(at: AtSize, search: Search, budget_bytes: int) -> Search:
@@ -45,7 +47,7 @@ def test_evaluations_are_those_of_the_line_at_that_size(name, hints, sizes):
     there = Measured.of(at.line, at.costs)
     blocks = BlockCache(at.line)
     context_bytes = bare(there.line.joint)
-    truth = Evaluator.of(there, blocks, find_options(there, blocks), context_bytes)
+    truth = Evaluator.of(there, blocks, find_options(there, blocks, USUAL), context_bytes)
     own = search_of(name, hints).evaluator
     other = own.at(search_of(name, hints).measured.at(at.costs), context_bytes)
     for seed in range(8):
@@ -110,15 +112,14 @@ def test_what_a_search_at_another_size_finds_is_known_from_then_on():
     """Schedules tell save options by their number: it must mean the same at every size."""
     search, at = search_of("gpt", (3, 24)), at_size("gpt", (3, 24), (2, 64))
     measured = search.measured.at(at.costs)
-    with pytest.MonkeyPatch.context() as patch:
-        search_quickly(patch)
-        there = Search.over(
-            measured,
-            BlockCache(measured.line),
-            bare(measured.line.joint),
-            progress=silent,
-            known=search,
-        )
+    there = Search.over(
+        measured,
+        BlockCache(measured.line),
+        bare(measured.line.joint),
+        progress=silent,
+        effort=Effort(**QUICK),
+        known=search,
+    )
     members = there.pool.members
     low, high = members[0].peak_bytes, members[-1].peak_bytes
     for budget_bytes in (low, (low + high) // 2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ from hypothesis import strategies as st
 from ortools.sat.python import cp_model
 from torch import nn
 
+from fxremat.effort import USUAL, Effort
 from fxremat.ir import Backward, Forward, Keep, Schedule
 from fxremat.ir.schedule import coded
 from fxremat.passes.stages.block import Mode
 from fxremat.planner.decision import save_options as module
 from fxremat.planner.decision.save_options import (
-    MOST_OPTIONS,
     Numbers,
     Operation,
     fastest_within,
@@ -67,7 +66,7 @@ def recomputed_s(given_numbers: Numbers, kept: int) -> float:
 @given(numbers(), st.integers(0, 40))
 def test_no_mask_within_the_limit_is_faster(given_numbers: Numbers, limit_bytes: int) -> None:
     """Within what CP-SAT tells apart: a millionth of the time of all."""
-    found = fastest_within(given_numbers, limit_bytes)
+    found = fastest_within(given_numbers, limit_bytes, USUAL)
     masks = range(1 << len(given_numbers.nbytes))
     fitting = [m for m in masks if given_numbers.kept_bytes(m) <= limit_bytes]
     assert found in fitting
@@ -79,7 +78,7 @@ def test_the_search_finds_the_pareto_set(given_numbers: Numbers):
     masks = range(1 << len(given_numbers.nbytes))
     for mask in masks:
         assert given_numbers.seconds(mask) == recomputed_s(given_numbers, mask)
-    found = search(given_numbers)
+    found = search(given_numbers, USUAL)
     points = [(given_numbers.kept_bytes(m), recomputed_s(given_numbers, m)) for m in found]
     assert points == sorted(points, reverse=True)
     assert all(a[1] < b[1] for a, b in itertools.pairwise(points))
@@ -89,15 +88,10 @@ def test_the_search_finds_the_pareto_set(given_numbers: Numbers):
         assert any(b <= nbytes and s <= seconds for b, s in points)
 
 
-@pytest.fixture(scope="module")
-def all_the_time_it_takes() -> Iterator[None]:
-    """Proofs to the end, on a busy machine too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SOLVE_WORK", 60.0)
-        yield
+WORK = Effort(solve_work=60.0)
+"""Proofs to the end, on a busy machine too."""
 
 
-@pytest.mark.usefixtures("all_the_time_it_takes")
 @examples(0.2)
 @given(numbers(most=8))
 @example(
@@ -108,9 +102,9 @@ def all_the_time_it_takes() -> Iterator[None]:
     )
 )
 def test_cpsat_finds_points_of_the_same_set(given_numbers: Numbers):
-    found = search(given_numbers)
+    found = search(given_numbers, WORK)
     exact = [(given_numbers.kept_bytes(m), given_numbers.seconds(m)) for m in found]
-    for mask in module._pareto(given_numbers, module._by_cpsat(given_numbers, cp_model)):
+    for mask in module._pareto(given_numbers, module._by_cpsat(given_numbers, WORK, cp_model)):
         nbytes, seconds = given_numbers.kept_bytes(mask), given_numbers.seconds(mask)
         best_s = min(s for b, s in exact if b <= nbytes)
         assert seconds == pytest.approx(best_s, abs=1e-5)
@@ -119,7 +113,7 @@ def test_cpsat_finds_points_of_the_same_set(given_numbers: Numbers):
 @given(numbers(most=8))
 @example(Numbers(nbytes=(0, 0), operations=(Operation(3, 0, 0.0),), required=3))
 def test_the_greedy_search_spans_the_curve_and_beats_nothing(given_numbers: Numbers):
-    found = greedy_masks(given_numbers)
+    found = greedy_masks(given_numbers, USUAL)
     whole = (1 << len(given_numbers.nbytes)) - 1
     assert all(mask & ~whole == 0 for mask in found)
     points = [(given_numbers.kept_bytes(m), recomputed_s(given_numbers, m)) for m in found]
@@ -130,7 +124,8 @@ def test_the_greedy_search_spans_the_curve_and_beats_nothing(given_numbers: Numb
         for mask in found
     )
     exact = [(0, given_numbers.seconds(0))] + [
-        (given_numbers.kept_bytes(m), given_numbers.seconds(m)) for m in search(given_numbers)
+        (given_numbers.kept_bytes(m), given_numbers.seconds(m))
+        for m in search(given_numbers, USUAL)
     ]
     exact.append((given_numbers.kept_bytes(given_numbers.required), 0.0))
     for nbytes, seconds in points:
@@ -142,11 +137,11 @@ def test_the_greedy_search_finds_what_is_dear_for_its_bytes():
     draw = random.Random(0)
     alone = tuple(Operation(1 << i, 0, draw.random()) for i in range(40))
     many = Numbers(tuple(draw.randint(1, 100) for _ in alone), alone, (1 << 40) - 1)
-    found = greedy_masks(many)
+    found = greedy_masks(many, USUAL)
     items = sorted(zip(alone, many.nbytes, strict=True), key=lambda x: -x[0].seconds / x[1])
     whole = sum(many.nbytes)
-    for share in range(1, MOST_OPTIONS + 1):
-        limit = whole * share // (MOST_OPTIONS + 1)
+    for share in range(1, USUAL.save_options + 1):
+        limit = whole * share // (USUAL.save_options + 1)
         room, spared = float(limit), 0.0
         for operation, nbytes in items:  # the last of them in part
             part = min(room / nbytes, 1.0)
@@ -171,7 +166,7 @@ def test_the_greedy_search_is_quick_on_large_stages():
     draw = random.Random(0)
     chain = tuple(Operation(1 << i, 1 << i >> 1, draw.random()) for i in range(count))
     nbytes = tuple(draw.randint(1, 100) for _ in range(count))
-    assert len(greedy_masks(Counting(nbytes, chain, (1 << count) - 1))) > count
+    assert len(greedy_masks(Counting(nbytes, chain, (1 << count) - 1), USUAL)) > count
     assert looks < count**2
 
 
@@ -179,9 +174,9 @@ def test_few_options_stay_and_they_span_the_curve():
     draw = random.Random(0)
     chain = tuple(Operation(1 << i, 0, draw.random()) for i in range(10))
     many = Numbers(tuple(draw.randint(1, 100) for _ in range(10)), chain, (1 << 10) - 1)
-    every = search(many)
-    kept = module._prune(many, every)
-    assert len(every) > MOST_OPTIONS == len(kept)
+    every = search(many, USUAL)
+    kept = module._prune(many, every, USUAL)
+    assert len(every) > USUAL.save_options == len(kept)
     assert kept[-1] == every[-1]
     assert set(kept) <= set(every)
 
@@ -209,7 +204,7 @@ def wide():
 
 
 def test_options_rebuild_the_same_bits_and_draw_the_same_masks(wide):
-    found = find_options(wide.measured, wide.blocks)
+    found = find_options(wide.measured, wide.blocks, USUAL)
     assert any(found.masks), "nothing to choose"
     count = len(wide.line.stages)
     expected = run_emitted(wide, wide.program(plain(count, {})))
@@ -233,7 +228,7 @@ def plain(count: int, options: dict[int, int]) -> Schedule:
 @pytest.mark.parametrize("name", ["gpt", "resnet50"])
 def test_a_backward_rebuilds_what_is_missing_and_no_more(name: str):
     step = captured(name)
-    found = find_options(step.measured, step.blocks)
+    found = find_options(step.measured, step.blocks, USUAL)
     evaluator = Evaluator.of(step.measured, step.blocks, found, step.context_bytes)
     count, seen, known = len(step.line.stages), 0, set()
     for index, parts in enumerate(found.parts):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from fxremat.effort import USUAL
 from fxremat.ir import Copy, Event, Lane, MeasuredLink, Move, Timeline
 from fxremat.planner.decision.moves import Movable, moved, replay
 from tests.harness import captured
@@ -20,7 +21,7 @@ def whole() -> Movable:
     evaluator, joint = step.evaluator(), step.joint
     evaluation = evaluator.evaluation(evaluator.keep_all())
     fixed = joint.storages.of((*joint.given, *joint.tangents, *step.line.pinned))
-    found = Movable.of(evaluation, fixed)
+    found = Movable.of(evaluation, fixed, USUAL.small_share)
     return replace(found, evaluation=replace(evaluation, seconds=(1.0,) * len(evaluation.ops)))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fxremat.effort import Effort
 from fxremat.errors import BudgetError
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.forms import PlanOptions
@@ -200,7 +201,7 @@ def test_what_is_known_is_not_forgotten_where_others_are_looked_for():
         inputs={},
         caller=NOBODY,
         progress=silent,
-        options=PlanOptions(generators=("rotor",)),
+        options=PlanOptions(effort=Effort(generators=("rotor",))),
     )
     for sizes in ((2, 64), (5, 17), (7, 48), (12, 64)):
         context = StepContext(at_size("gpt", (3, 24), sizes).values)

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.graph import further
 from fxremat.runtime import cuda_graph
-from tests.efforts import WHOLE
+from tests.efforts import WHOLE, plan_with
 from tests.test_split import Language, batch, parts_of_loss, softmaxes
 
 
@@ -100,7 +99,7 @@ def test_a_step_with_host_memory_does_not_run_then(capturing: pytest.MonkeyPatch
 def test_gradients_beside_a_loss_are_computed_once_more_then(capturing: pytest.MonkeyPatch):
     """No number can be read: what a replay finds may be another."""
     capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    capturing.setattr(further, "MUCH_SLOWER", math.inf)  # the first form that fits is taken
+    plan_with(capturing, much_slower=math.inf)  # the first form that fits is taken
     torch.manual_seed(0)
     original, given = Language().double(), batch()
     least_bytes = fxremat.plan(original, given, "min", loss="own", effort=WHOLE).budget_bytes

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from fxremat.solvers import knapsack
 from fxremat.solvers.knapsack import Call, Choice, least, rooms, solve
 
 
@@ -56,11 +55,11 @@ def test_as_good_as_trying_all(seed: int) -> None:
     rng = random.Random(seed)
     calls = some_calls(rng)
     tried = every(calls)
-    lowest = least(calls)
+    lowest = least(calls, most_states=2048)
     assert lowest.peak_bytes == min(peak for peak, _ in tried)
     assert walked(calls, lowest.chosen) == (lowest.peak_bytes, lowest.seconds)
     for budget_bytes in range(lowest.peak_bytes - 2, max(peak for peak, _ in tried) + 1, 3):
-        found = solve(calls, budget_bytes=budget_bytes)
+        found = solve(calls, most_states=2048, budget_bytes=budget_bytes)
         fitting = [seconds for peak, seconds in tried if peak <= budget_bytes]
         if not fitting:
             assert found is None
@@ -84,10 +83,10 @@ def test_host_memory_is_never_exceeded_and_whatever_fits_is_found(seed: int) -> 
     ]
     for host_bytes in range(0, max(host for *_, host in tried) + 2, 3):
         within = [(peak, seconds) for peak, seconds, host in tried if host <= host_bytes]
-        lowest = least(calls, host_bytes=host_bytes)
+        lowest = least(calls, most_states=2048, host_bytes=host_bytes)
         assert lowest.host_bytes <= host_bytes
         for budget_bytes in {min(peak for peak, _ in within) + more for more in (-1, 0, 3, 9)}:
-            found = solve(calls, budget_bytes=budget_bytes, host_bytes=host_bytes)
+            found = solve(calls, most_states=2048, budget_bytes=budget_bytes, host_bytes=host_bytes)
             fitting = [seconds for peak, seconds in within if peak <= budget_bytes]
             assert (found is not None) == bool(fitting)
             if found is not None:
@@ -101,7 +100,7 @@ def test_a_byte_of_the_host_goes_where_it_saves_most() -> None:
     saving = (5.0, 1.0, 3.0, 2.0, 4.0)
     calls = [Call((Choice(0, 0, 0, 1.0, 10), Choice(0, 0, 0, 1.0 + s)), 0, 0, 0, 0) for s in saving]
     for count in range(len(saving) + 1):
-        found = solve(calls, budget_bytes=0, host_bytes=10 * count + 9)
+        found = solve(calls, most_states=2048, budget_bytes=0, host_bytes=10 * count + 9)
         assert found is not None
         assert found.host_bytes == 10 * count
         assert found.seconds == len(saving) + sum(sorted(saving)[: len(saving) - count])
@@ -126,13 +125,12 @@ def test_rooms_are_what_comes_between_a_forward_and_its_backward(seed: int) -> N
         assert room == max(levels)
 
 
-def test_a_step_of_many_regions_is_solved_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_many_regions_is_solved_closely() -> None:
     rng = random.Random(1)
     choices = tuple(Choice(h, 64, 64, 64 - h + rng.random()) for h in range(0, 65, 2))
     calls = [Call(choices, 0, 0, 0, 0) for _ in range(24)]
-    whole = solve(calls, budget_bytes=700)
-    monkeypatch.setattr(knapsack, "MOST_STATES", 64)
-    thinned = solve(calls, budget_bytes=700)
+    whole = solve(calls, budget_bytes=700, most_states=2048)
+    thinned = solve(calls, budget_bytes=700, most_states=64)
     assert whole is not None
     assert thinned is not None
     assert thinned.peak_bytes <= 700

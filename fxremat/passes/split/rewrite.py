@@ -39,6 +39,7 @@ def split(
     beside: bool,
     expected: dict[str, Expected],
     looks: Looks,
+    most_operations: int,
 ) -> fx.GraphModule | None:
     """Return the graph of ``joint`` with runs in parts in place of large values.
 
@@ -50,32 +51,45 @@ def split(
         beside: whether gradients of losses are computed together with them if possible.
         expected: see :func:`~fxremat.passes.split.losses.gradients_with_losses`.
         looks: limits the search for runs.
+        most_operations: how many operations a run has at most.
 
     Ensures: random draws keep their order; results and gradients keep their layouts.
 
     Returns ``None`` if nothing can be computed in parts, or if the search reaches its limit.
     """
     if not has_losses(joint):
-        return _in_parts(joint, large, other_bits, looks)
+        return _in_parts(joint, large, other_bits, looks, most_operations)
     joint = rebuilt(joint, by_rows(joint.module))
     exact = other_bits is not None
     if beside:
         assumed = expected if exact else None
         early = rebuilt(joint, gradients_with_losses(joint, large.most_bytes, assumed))
-        module = _in_parts(early, large, other_bits, looks)
+        module = _in_parts(early, large, other_bits, looks, most_operations)
         if not exact or (module is not None and gather_gradients(module)):
             return module
-    return _in_parts(joint, large, other_bits, looks)
+    return _in_parts(joint, large, other_bits, looks, most_operations)
 
 
 def _in_parts(
-    joint: JointGraph, large: Large, other_bits: OtherBits | None, looks: Looks
+    joint: JointGraph,
+    large: Large,
+    other_bits: OtherBits | None,
+    looks: Looks,
+    most_operations: int,
 ) -> fx.GraphModule | None:
     """Return the graph of ``joint``, whose losses are prepared, as :func:`split` does."""
     refused: set[tuple[fx.Node, Way]] = set()
     exact, cache = other_bits is not None, Ways()
     while True:
-        unsized = runs_of(joint, large, exact=exact, refused=refused, cache=cache, looks=looks)
+        unsized = runs_of(
+            joint,
+            large,
+            exact=exact,
+            refused=refused,
+            cache=cache,
+            most_operations=most_operations,
+            looks=looks,
+        )
         if looks.are_out:
             return None
         runs = [SizedRun.of(run, joint, large, exact=exact) for run in unsized]

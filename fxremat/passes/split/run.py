@@ -11,10 +11,6 @@ from torch import fx
 from fxremat.passes.joint.graph import is_getitem, operation_of
 from fxremat.passes.split.ways import Rows, Way
 
-MOST_OPERATIONS = 64
-"""How many operations a run has at most; also the most values that one of them reads, and the most
-operations that read one of them."""
-
 
 @dataclass(slots=True)
 class Looks:
@@ -60,9 +56,9 @@ class Run:
             self._sources = [n for n in self.rows_of if operation_of(n) not in self.ways]
         return self._sources
 
-    def joined(self, other: Run) -> Run | None:
-        """Return both as one run; ``None`` if they compute a value in different rows."""
-        if not self.joins(other):
+    def joined(self, other: Run, most_operations: int) -> Run | None:
+        """Return both as one run; ``None`` if :meth:`joins` says that they cannot be one."""
+        if not self.joins(other, most_operations):
             return None
         return Run(
             self.rows,
@@ -71,12 +67,12 @@ class Run:
             [*self.targets, *other.targets],
         )
 
-    def joins(self, other: Run) -> bool:
-        """Return whether both can be one run."""
+    def joins(self, other: Run, most_operations: int) -> bool:
+        """Return whether both can be one run, of at most so many operations."""
         if self.rows != other.rows:
             return False
         shared = self.ways.keys() & other.ways.keys()
-        if not shared or len(self.ways) + len(other.ways) - len(shared) > MOST_OPERATIONS:
+        if not shared or len(self.ways) + len(other.ways) - len(shared) > most_operations:
             return False
         if any(self.ways[node] != other.ways[node] for node in shared):
             return False

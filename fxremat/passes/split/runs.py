@@ -28,7 +28,7 @@ from fxremat.passes.joint.graph import (
     values_of,
 )
 from fxremat.passes.joint.sizes import layouts_of, product
-from fxremat.passes.split.run import MOST_OPERATIONS, Looks, Order, Run, place_of
+from fxremat.passes.split.run import Looks, Order, Run, place_of
 from fxremat.passes.split.ways import Result, Rows, Way, ways
 
 Refused = Set[tuple[fx.Node, Way]]
@@ -97,6 +97,7 @@ def runs_of(
     exact: bool,
     refused: Refused,
     cache: Ways,
+    most_operations: int,
     looks: Looks | None = None,
 ) -> list[Run]:
     """Return runs so that no large value is computed whole, as far as that is possible.
@@ -107,9 +108,11 @@ def runs_of(
         exact: results must have the bits that they have at once: only sums of products are allowed.
         refused: ways that must not be used.
         cache: a cache of ways.
+        most_operations: how many operations a run has at most; also the most values that one of
+            them reads, and the most operations that read one of them.
         looks: limits the search; if it is exceeded, the result is incomplete.
     """
-    return _Finder(joint, large, exact, refused, cache, looks or Looks()).find()
+    return _Finder(joint, large, exact, refused, cache, most_operations, looks or Looks()).find()
 
 
 @dataclass(slots=True)
@@ -118,12 +121,14 @@ class _RowCount:
 
     Attributes:
         count: the number of rows.
+        most_operations: how many operations a run has at most.
         ways: the allowed ways of each operation.
         giving: for each value, ways of its operation by the rows in which they return it.
         computing: runs by each operation in them.
     """
 
     count: int
+    most_operations: int
     ways: dict[fx.Node, tuple[Way, ...]] = field(default_factory=dict)
     giving: dict[fx.Node, dict[Rows, list[Way]]] = field(default_factory=dict)
     computing: dict[fx.Node, list[Run]] = field(default_factory=dict)
@@ -135,8 +140,9 @@ class _RowCount:
     def joins(self, run: Run) -> bool:
         """Return whether a run can be joined with one that was added."""
         alike = Counter(itertools.chain.from_iterable(self.computing.get(n, ()) for n in run.ways))
+        most = self.most_operations
         return any(
-            len(run.ways) + len(other.ways) - shared <= MOST_OPERATIONS and run.joins(other)
+            len(run.ways) + len(other.ways) - shared <= most and run.joins(other, most)
             for other, shared in alike.items()
         )
 
@@ -149,11 +155,12 @@ class _Finder:
         exact: bool,
         refused: Refused,
         cache: Ways,
+        most_operations: int,
         looks: Looks,
     ) -> None:
         self._joint, self._large_values = joint, large
         self._exact, self._refused, self._ways = exact, refused, cache
-        self._looks = looks
+        self._most_operations, self._looks = most_operations, looks
         self._order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         self._backward = frozenset(joint.backward)
         self._made = frozenset((*joint.forward, *joint.backward))
@@ -218,15 +225,15 @@ class _Finder:
         if node not in self._large:
             table = self._joint.storages
             storages = set(table.of_node.get(node, ())) - self._given
+            most = self._most_operations
             large = any(
-                self._large_values.has(i, table) and len(table.readers[i]) <= MOST_OPERATIONS
-                for i in storages
+                self._large_values.has(i, table) and len(table.readers[i]) <= most for i in storages
             )
             self._large[node] = large and node in self._made and is_tensor(node)
         return self._large[node]
 
     def _all_ways(self, node: fx.Node, counted: _RowCount) -> tuple[Way, ...]:
-        if len(node.all_input_nodes) > MOST_OPERATIONS:
+        if len(node.all_input_nodes) > self._most_operations:
             return ()
         if node not in counted.ways:
             counted.ways[node] = tuple(
@@ -249,7 +256,7 @@ class _Finder:
         least_bytes = self._bytes_of(n for n in target.all_input_nodes if self._is_large(n))
         best: list[Run] = []
         for count in self._counts(target):
-            counted = self._by_count.setdefault(count, _RowCount(count))
+            counted = self._by_count.setdefault(count, _RowCount(count, self._most_operations))
             for way in self._all_ways(target, counted):
                 run = Run(count, targets=[target])
                 rows = ((value, way.outputs[place_of(value)]) for value in results_of(target))
@@ -292,7 +299,7 @@ class _Finder:
         ``run`` is unchanged on failure.
         """
         ways, rows_of = run.ways, run.rows_of
-        if len(ways) >= MOST_OPERATIONS:
+        if len(ways) >= self._most_operations:
             return False
         self._looks.count += 1
         ways_before, rows_before = len(ways), len(rows_of)
@@ -393,7 +400,7 @@ class _Finder:
         group = groups[place]
         if len({each.targets[0] in self._backward for each in (group, run)}) > 1:
             return False
-        both = group.joined(run)
+        both = group.joined(run, self._most_operations)
         if both is None:
             return False
         if self._whole_bytes(both) > max(map(self._whole_bytes, (group, run))):

@@ -12,12 +12,6 @@ from fxremat.passes.joint import batchnorm, rng
 from fxremat.passes.joint.graph import JointGraph, is_tensor
 from fxremat.passes.stages.position import Positions, Segments, gradient_free
 
-LEAST_SHARE = 0.05
-"""A branch saves at least this share of all saved bytes; what saves less is the trunk's."""
-
-LEAST_OPERATIONS = 5
-"""And has at least as many operations: the copy of a weight in another dtype is no branch."""
-
 
 @dataclass(frozen=True, slots=True)
 class Branches:
@@ -36,7 +30,12 @@ class Branches:
 
 
 def find_branches(
-    joint: JointGraph, *, views: frozenset[fx.Node], pinned: frozenset[int]
+    joint: JointGraph,
+    *,
+    views: frozenset[fx.Node],
+    pinned: frozenset[int],
+    least_share: float,
+    least_operations: int,
 ) -> Iterator[Branches]:
     """Ways to see the forward as a join: with branches in branches, then without.
 
@@ -49,6 +48,9 @@ def find_branches(
         views: views of given tensors; they connect nothing.
         pinned: storages that are kept for the whole step; nor do those of them that carry
             no gradient, such as a mask.
+        least_share: a branch saves at least this share of all saved bytes; what saves less is the
+            trunk's.
+        least_operations: a branch has at least so many operations.
 
     Ensures: there are at least two branches; random draws keep their order, and every
         operation follows what it reads.
@@ -57,7 +59,8 @@ def find_branches(
     looking = [n for n in joint.forward if n in views]
     apart = _carrying_no_gradient(joint, pinned) | joint.storages.of(joint.given)
     saved_bytes = joint.storages.total(joint.saved - pinned)
-    forking = _Forking(joint, apart, max(1, int(LEAST_SHARE * saved_bytes)))
+    least_bytes = max(1, int(least_share * saved_bytes))
+    forking = _Forking(joint, apart, least_bytes, least_operations)
     for nested in (True, False):
         segments, into = forking.split(nodes, nested=nested)
         if len(segments) == 1:
@@ -107,11 +110,13 @@ class _Forking:
         joint: the step.
         apart: storages that connect nothing.
         least_bytes: what a branch saves at least.
+        least_operations: operations that a branch has at least.
     """
 
     joint: JointGraph
     apart: frozenset[int]
     least_bytes: int
+    least_operations: int
 
     def split(
         self, nodes: Sequence[fx.Node], *, nested: bool
@@ -169,7 +174,8 @@ class _Forking:
         return {
             group: nbytes
             for group, nbytes in groups.saved_bytes.items()
-            if nbytes >= self.least_bytes and groups.operations.get(group, 0) >= LEAST_OPERATIONS
+            if nbytes >= self.least_bytes
+            and groups.operations.get(group, 0) >= self.least_operations
         }
 
 

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-MOST_STAGES = 160
-"""Solving takes time with the cube of the stages."""
-
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
@@ -27,8 +24,8 @@ class Crossing:
     saved_bytes: tuple[int, ...]
 
 
-def cut_segments(crossing: Crossing, ends: tuple[int, ...]) -> list[int]:
-    """Cut each branch, and the trunk, as if the others were not there."""
+def cut_segments(crossing: Crossing, ends: tuple[int, ...], most_stages: int) -> list[int]:
+    """Cut each branch, and the trunk, as if the others were not there; into ``most_stages``."""
     cuts: list[int] = []
     for first, end in pairwise((0, *ends, len(crossing.weights))):
         part = Crossing(
@@ -36,13 +33,14 @@ def cut_segments(crossing: Crossing, ends: tuple[int, ...]) -> list[int]:
             tuple(reach - first for reach in crossing.reach[first:end]),
             crossing.saved_bytes[first:end],
         )
-        cuts += [first + cut for cut in choose_cuts(part)]
+        cuts += [first + cut for cut in choose_cuts(part, most_stages)]
     cuts = sorted({*cuts, *(end - 1 for end in ends)})
-    return sorted({*_merge_smallest(cuts, crossing.saved_bytes), *(end - 1 for end in ends)})
+    left = _merge_smallest(cuts, crossing.saved_bytes, most_stages)
+    return sorted({*left, *(end - 1 for end in ends)})
 
 
-def choose_cuts(crossing: Crossing) -> list[int]:
-    """Positions after which to cut.
+def choose_cuts(crossing: Crossing, most_stages: int) -> list[int]:
+    """Return positions after which to cut, so that there are at most ``most_stages``.
 
     A cut is worth having where no neighbour's is cheaper: at the last position of every
     level run that is a local minimum, and within the run wherever all that crossed at the
@@ -62,7 +60,7 @@ def choose_cuts(crossing: Crossing) -> list[int]:
         if all(beside == 0 or beside > weights[start] for beside in (before, after)):
             cuts.extend(_within_run(crossing, start, min(end, len(weights) - 2)))
         start = end + 1
-    return _merge_smallest(cuts, crossing.saved_bytes)
+    return _merge_smallest(cuts, crossing.saved_bytes, most_stages)
 
 
 def _within_run(crossing: Crossing, start: int, end: int) -> list[int]:
@@ -76,7 +74,7 @@ def _within_run(crossing: Crossing, start: int, end: int) -> list[int]:
     return cuts
 
 
-def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int]) -> list[int]:
+def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int], most_stages: int) -> list[int]:
     """Drop the cuts between the stages that save least, until there are few enough."""
     total = [0, *accumulate(saved_bytes)]
     ends = [-1, *cuts, len(saved_bytes) - 1]
@@ -88,7 +86,7 @@ def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int]) -> list[int]:
     heap = [(merged_bytes(i), i) for i in range(1, len(ends) - 1)]
     heapq.heapify(heap)
     left = dict.fromkeys(range(1, len(ends) - 1))
-    while len(left) > MOST_STAGES - 1:
+    while len(left) > most_stages - 1:
         nbytes, i = heapq.heappop(heap)
         if i not in left or nbytes != merged_bytes(i):  # it has another neighbour since
             continue

@@ -10,18 +10,12 @@ from itertools import accumulate
 
 from torch import fx
 
+from fxremat.effort import Effort
 from fxremat.passes.joint import batchnorm, rng, user_kernels
 from fxremat.passes.joint.graph import JointGraph, is_tensor
 from fxremat.passes.stages.branches import find_branches, is_apart, place_backward
 from fxremat.passes.stages.cuts import Crossing, cut_segments
 from fxremat.passes.stages.position import Positions, Segments, locate
-
-LONG_LIFE, LONG_SHARE = 30, 16
-"""Forward operations that a small storage must live across to be pinned: so many, and one in
-so many of the whole forward, which no storage within one of many blocks does."""
-
-PIN_SHARE = 0.005
-"""Storages above this share of the saved bytes are never pinned for being small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +114,8 @@ Lives = dict[int, range]
 """By storage the cuts that it crosses, as positions: from its birth to its last reader."""
 
 
-def linearize(joint: JointGraph) -> Line:
-    """Cut the forward into stages.
+def linearize(joint: JointGraph, effort: Effort) -> Line:
+    """Cut the forward into stages, as many and as large as ``effort`` says.
 
     Requires: ``joint`` is functional and verified.
     Ensures: every forward node is in exactly one stage, in graph order, or branch after
@@ -134,18 +128,25 @@ def linearize(joint: JointGraph) -> Line:
     views = _views_of_given(joint)
     positions = locate(joint, views=views)
     lives = _storage_lives(joint, positions)
-    pinned = _choose_pinned(joint, positions, lives)
-    for branches in find_branches(joint, views=views, pinned=pinned):
+    pinned = _choose_pinned(joint, positions, lives, effort)
+    for branches in find_branches(
+        joint,
+        views=views,
+        pinned=pinned,
+        least_share=effort.branch_share,
+        least_operations=effort.branch_operations,
+    ):
         ordered = replace(joint, forward=branches.forward)
         placed = place_backward(ordered, branches, locate(ordered, views=views))
         if placed is None:
             continue
         own_lives = _storage_lives(ordered, placed)
-        kept = _choose_pinned(ordered, placed, own_lives)
+        kept = _choose_pinned(ordered, placed, own_lives, effort)
         if is_apart(ordered, placed, kept):
             joint, positions, lives, pinned = ordered, placed, own_lives, kept
             break
-    cuts = cut_segments(_crossing(joint, positions, lives, pinned), positions.segments.ends)
+    crossing = _crossing(joint, positions, lives, pinned)
+    cuts = cut_segments(crossing, positions.segments.ends, effort.most_stages)
     return _assemble(joint, positions, pinned, views, cuts)
 
 
@@ -160,7 +161,9 @@ def _storage_lives(joint: JointGraph, positions: Positions) -> Lives:
     return lives
 
 
-def _choose_pinned(joint: JointGraph, positions: Positions, lives: Lives) -> frozenset[int]:
+def _choose_pinned(
+    joint: JointGraph, positions: Positions, lives: Lives, effort: Effort
+) -> frozenset[int]:
     """Storages to keep for the whole step.
 
     Outputs; what cannot be computed again; what a backward reads from a later stage; and
@@ -172,8 +175,8 @@ def _choose_pinned(joint: JointGraph, positions: Positions, lives: Lives) -> fro
         once = joint.is_old_value(node) or rng.is_state(node) or batchnorm.is_new_statistic(node)
         if late or once or user_kernels.runs_once(node):
             pinned.update(joint.storages.of_node[node])
-    small_bytes = int(PIN_SHARE * joint.storages.total(joint.saved))
-    long_life = max(LONG_LIFE, positions.count // LONG_SHARE)
+    small_bytes = int(effort.pin_share * joint.storages.total(joint.saved))
+    long_life = max(effort.long_life, positions.count // effort.long_share)
     for storage, life in lives.items():
         if joint.storages.nbytes[storage] <= small_bytes and len(life) > long_life:
             pinned.add(storage)

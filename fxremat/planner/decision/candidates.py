@@ -60,14 +60,6 @@ class Evaluation:
         return max((self.turn_bytes, self.end_bytes, *self.peaks_bytes))
 
 
-STARTS = 10
-"""How many members of a pool local search starts from, evenly spaced over their peaks."""
-
-CLOSER = 4
-"""How many more members near the least peak local search starts from, each half as far from it as
-the previous one. Time falls steeply there."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
     """A decision with its peak and seconds.
@@ -125,18 +117,26 @@ class Pool:
         """The member that recomputes nothing."""
         return self.members[-1]
 
-    def starts(self) -> tuple[Candidate, ...]:
-        """Return the members that local search starts from, without the baseline."""
-        members = self.members[:-1]
-        if len(members) <= STARTS + CLOSER:
+    def starts(self, count: int, closer: int) -> tuple[Candidate, ...]:
+        """Return the members that local search starts from, without the baseline.
+
+        Args:
+            count: members that are evenly spaced over their peaks; 0: none is returned.
+            closer: more members near the least peak, each half as far from it as the previous one.
+        """
+        members = self.members[:-1] if count else ()
+        if len(members) <= count + closer:
             return members
         low, high = members[0].peak_bytes, members[-1].peak_bytes
-        wanted = [low + (high - low) * i // (STARTS - 1) for i in range(STARTS)]
-        wanted += [low + ((wanted[1] - low) >> halved) for halved in range(1, CLOSER + 1)]
+        spaces = max(count - 1, 1)
+        wanted = [low + (high - low) * i // spaces for i in range(count)]
+        near = (high - low) // spaces
+        wanted += [low + (near >> halved) for halved in range(1, closer + 1)]
         peaks = [c.peak_bytes for c in members]
         return tuple(members[i - 1] for i in sorted({bisect_right(peaks, n) for n in wanted}))
 
     def thinned(self, most: int) -> tuple[Candidate, ...]:
         """Return at most ``most`` members, evenly spaced, the first and the last among them."""
         last = len(self.members) - 1
-        return tuple(self.members[i] for i in sorted({last * i // (most - 1) for i in range(most)}))
+        places = {last * i // max(most - 1, 1) for i in range(most)}
+        return tuple(self.members[i] for i in sorted(places))

@@ -23,10 +23,6 @@ from fxremat.passes.stages.linearize import Line
 from fxremat.planner.decision.candidates import AcrossTurn, Evaluation
 from fxremat.runtime.slots import slot_bytes
 
-SMALL_SHARE = 1 / 256
-"""Storages up to this share of all movable bytes travel only if larger ones are not enough: a
-transfer has a fixed cost."""
-
 
 @dataclass(frozen=True, slots=True)
 class Movable:
@@ -41,10 +37,13 @@ class Movable:
     lives: tuple[AcrossTurn, ...]
 
     @staticmethod
-    def of(evaluation: Evaluation, fixed: frozenset[int]) -> Movable:
-        """Return the storages that cross the loss point in ``evaluation`` and are not ``fixed``."""
+    def of(evaluation: Evaluation, fixed: frozenset[int], small_share: float) -> Movable:
+        """Return the storages that cross the loss point in ``evaluation`` and are not ``fixed``.
+
+        Storages up to ``small_share`` of all these bytes travel only if larger ones are not enough.
+        """
         lives = [life for life in evaluation.lives if life.storage not in fixed]
-        small_bytes = SMALL_SHARE * sum(life.nbytes for life in lives)
+        small_bytes = small_share * sum(life.nbytes for life in lives)
         lives.sort(key=lambda x: (x.nbytes <= small_bytes, -x.next, x.last, x.storage))
         return Movable(evaluation, tuple(lives))
 

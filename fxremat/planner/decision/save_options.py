@@ -18,20 +18,11 @@ from torch import fx
 
 from fxremat import optional
 from fxremat.costs.cost import Measured, boundary_after, stage_blocks
+from fxremat.effort import Effort
 from fxremat.ir import Forward, Keep, Schedule
 from fxremat.passes.joint.graph import is_getitem, is_tensor
 from fxremat.passes.stages.block import BlockCache, Mode, dependencies
 from fxremat.planner.decision.charges import Charges
-
-MOST_OPTIONS = 8
-"""Maximum number of choices of a stage, in addition to keeping everything."""
-
-MOST_EXHAUSTIVE = 12
-"""Maximum number of storages of which all subsets are tried."""
-
-SOLVE_WORK = 0.3
-"""Limit of one search by CP-SAT in its deterministic unit of work, about a second each. The same
-numbers give the same choices on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,28 +137,35 @@ class Options:
 
 
 def find_options(
-    measured: Measured, blocks: BlockCache, *, masks: tuple[tuple[int, ...], ...] | None = None
+    measured: Measured,
+    blocks: BlockCache,
+    effort: Effort,
+    *,
+    masks: tuple[tuple[int, ...], ...] | None = None,
 ) -> Options:
     """Find the save options of every stage. Stages with equal numbers are searched once.
 
     Args:
         measured: the stages and their costs.
         blocks: blocks of the stages.
+        effort: limits the options and the search for them.
         masks: options that were masks_of at another size, to use instead of a search. Schedules
             identify options by their number.
 
     Returns:
-        At most ``MOST_OPTIONS`` options for each stage. None is better than another in both bytes
-        and seconds, and none keeps everything.
+        At most ``Effort.save_options`` options for each stage. None is better than another in both
+        bytes and seconds, and none keeps everything.
     """
     count = len(measured.line.stages)
     parts = tuple(parts_of(measured, blocks, index) for index in range(count))
     if masks is not None:
         return Options(parts, masks)
+    if not effort.save_options:
+        return Options(parts, ((),) * count)
     masks_of: dict[Numbers, tuple[int, ...]] = {}
     for part in parts:
         if part.numbers not in masks_of:
-            masks_of[part.numbers] = _prune(part.numbers, search(part.numbers))
+            masks_of[part.numbers] = _prune(part.numbers, search(part.numbers, effort), effort)
     return Options(parts, tuple(masks_of[part.numbers] for part in parts))
 
 
@@ -211,15 +209,15 @@ def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
     return StageParts(numbers, tuple(bits), tuple(map(tuple, nodes)), charges)
 
 
-def search(numbers: Numbers) -> list[int]:
+def search(numbers: Numbers, effort: Effort) -> list[int]:
     """Find masks of the Pareto set over bytes kept and seconds, most bytes first."""
     count = len(numbers.nbytes)
-    if count <= MOST_EXHAUSTIVE:
+    if count <= effort.tried_storages:
         return _pareto(numbers, range(1 << count))
     cp_model = optional.find("ortools.sat.python.cp_model")
     if cp_model is None:
-        return _pareto(numbers, greedy_masks(numbers))
-    return _pareto(numbers, _by_cpsat(numbers, cp_model))
+        return _pareto(numbers, greedy_masks(numbers, effort))
+    return _pareto(numbers, _by_cpsat(numbers, effort, cp_model))
 
 
 def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
@@ -235,7 +233,7 @@ def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
     return [mask for mask in front if numbers.kept_bytes(mask) < whole]
 
 
-def greedy_masks(numbers: Numbers) -> list[int]:
+def greedy_masks(numbers: Numbers, effort: Effort) -> list[int]:
     """Choose good masks for several limits, each a share of all bytes, without ortools.
 
     For each limit there are two starts. One keeps everything required, and removes storages by
@@ -247,8 +245,9 @@ def greedy_masks(numbers: Numbers) -> list[int]:
     whole, free = numbers.kept_bytes(numbers.required), _without_bytes(numbers)
     thinned = _thinned(numbers, numbers.required | free)
     masks = [free, *thinned]
-    for share in range(1, MOST_OPTIONS + 1):
-        masks += _greedy_within(numbers, whole * share // (MOST_OPTIONS + 1), thinned)
+    count = effort.save_options
+    for share in range(1, count + 1):
+        masks += _greedy_within(numbers, whole * share // (count + 1), thinned)
     return masks
 
 
@@ -292,7 +291,7 @@ def _filled(numbers: Numbers, mask: int, limit_bytes: int) -> int:
     return mask
 
 
-def fastest_within(numbers: Numbers, limit_bytes: int) -> int:
+def fastest_within(numbers: Numbers, limit_bytes: int, effort: Effort) -> int:
     """Return the fastest mask that keeps at most ``limit_bytes``.
 
     It is optimal where CP-SAT proves that within its limit of work. Without ortools it is chosen
@@ -302,21 +301,24 @@ def fastest_within(numbers: Numbers, limit_bytes: int) -> int:
     masks = _greedy_within(numbers, limit_bytes, thinned)
     cp_model = optional.find("ortools.sat.python.cp_model")
     if cp_model is not None:
-        masks += _exact_within(numbers, limit_bytes, cp_model)
+        masks += _exact_within(numbers, limit_bytes, cp_model, effort.solve_work)
     return min(masks, key=lambda mask: (numbers.seconds(mask), numbers.kept_bytes(mask), mask))
 
 
-def _by_cpsat(numbers: Numbers, cp_model: ModuleType) -> list[int]:
+def _by_cpsat(numbers: Numbers, effort: Effort, cp_model: ModuleType) -> list[int]:
     """Return the fastest mask within each of several limits, each a share of all bytes."""
     whole = numbers.kept_bytes(numbers.required)
     masks = [_without_bytes(numbers)]
-    for share in range(1, MOST_OPTIONS + 1):
-        masks += _exact_within(numbers, whole * share // (MOST_OPTIONS + 1), cp_model)
+    count, work = effort.save_options, effort.solve_work
+    for share in range(1, count + 1):
+        masks += _exact_within(numbers, whole * share // (count + 1), cp_model, work)
     return masks
 
 
-def _exact_within(numbers: Numbers, limit_bytes: int, cp_model: ModuleType) -> list[int]:
-    """Return the fastest mask within a limit; none where CP-SAT's limit of work was too low.
+def _exact_within(
+    numbers: Numbers, limit_bytes: int, cp_model: ModuleType, most_work: float
+) -> list[int]:
+    """Return the fastest mask within a limit; none where CP-SAT's ``most_work`` was too little.
 
     A storage exists in the backward if it is kept or computed again. An operation that runs again
     needs all that it reads.
@@ -339,7 +341,7 @@ def _exact_within(numbers: Numbers, limit_bytes: int, cp_model: ModuleType) -> l
     weights = [round(operation.seconds / unit_s) for operation in numbers.operations]
     model.minimize(sum(w * run for w, run in zip(weights, runs, strict=True)))
     solver = cp_model.CpSolver()
-    solver.parameters.max_deterministic_time = SOLVE_WORK
+    solver.parameters.max_deterministic_time = most_work
     solver.parameters.random_seed = 0
     solver.parameters.num_workers = 1
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -356,13 +358,13 @@ def _set_bits(mask: int) -> list[int]:
     return [i for i in range(mask.bit_length()) if mask >> i & 1]
 
 
-def _prune(numbers: Numbers, masks: Sequence[int]) -> tuple[int, ...]:
-    """Keep at most ``MOST_OPTIONS`` masks, removing those that add least area to the curve."""
+def _prune(numbers: Numbers, masks: Sequence[int], effort: Effort) -> tuple[int, ...]:
+    """Remove masks that add least area to the curve until ``Effort.save_options`` are left."""
     points = [
         (numbers.kept_bytes(numbers.required), 0.0, -1),
         *((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks),
     ]
-    while len(points) > MOST_OPTIONS + 1:
+    while len(points) > effort.save_options + 1:
         areas = [
             (before[0] - point[0]) * (after[1] - point[1])
             for before, point, after in zip(points, points[1:], points[2:], strict=False)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fxremat.effort import Effort
 from fxremat.ir.schedule import BACKWARD, KINDS
 from fxremat.jit import njit
 from fxremat.planner.replay.extract import DIRECT, INPUTS, NODES, READS, REBUILDS
@@ -292,20 +293,6 @@ def _highest(values: Ints) -> Ints:
     return most
 
 
-MOST_STEPS = 150
-"""How many steps a climb takes at most."""
-
-MOST_FAILURES = 10
-"""How many changes in a row may fail before a climb ends."""
-
-STEP_SHARE = 1 / 128
-"""Bytes that one step may hold in addition, as a share of the start's peak, if its first change
-does not hold more."""
-
-ALIKE = 0.8
-"""Changes are combined if each gains at least this share of the best one's seconds per byte."""
-
-
 def climb(
     data: Ints,
     seconds: Floats,
@@ -313,6 +300,7 @@ def climb(
     codes: Ints,
     start: Flags,
     limit_bytes: int,
+    effort: Effort,
     found: Flags,
     found_bytes: Ints,
     found_s: Floats,
@@ -327,9 +315,10 @@ def climb(
         codes: the schedule.
         start: shape ``(N,)``, the tensors that are held at the start.
         limit_bytes: the climb ends after the first step whose peak exceeds this.
-        found: shape ``(MOST_STEPS, N)``, filled with the tensors held after each step; each step is
-            faster than the previous one.
-        found_bytes, found_s: shape ``(MOST_STEPS,)``, filled with their peaks and seconds.
+        effort: limits the failures and the size of a step, and says which changes are similar.
+        found: shape ``(S, N)`` for at most S steps, filled with the tensors held after each step;
+            each step is faster than the previous one.
+        found_bytes, found_s: shape ``(S,)``, filled with their peaks and seconds.
 
     Returns the number of steps. A failed evaluation ends the climb; ``At.total`` then says why.
     """
@@ -341,16 +330,16 @@ def climb(
     refused = np.zeros(at.forward_count, dtype=np.uint8)
     best, tried = start.copy(), start.copy()
     best_s = evaluate(data, seconds, at, codes, best, calls, call_s)
-    step_bytes = int(data[at.total + MOST_HELD] * STEP_SHARE)
+    step_bytes = int(data[at.total + MOST_HELD] * effort.step_share)
     count = find_effects(data, seconds, at, codes, calls, groups, nbytes, worth)
     steps = failures = first = 0
-    while steps < MOST_STEPS and failures < MOST_FAILURES:
+    while steps < len(found) and failures < effort.climb_failures:
         while first < count and refused[groups[first]]:
             first += 1
         if first >= count:
             break
         tried_s = best_s
-        effects = groups, nbytes, worth, refused, step_bytes
+        effects = groups, nbytes, worth, refused, step_bytes, effort.alike
         tried[:] = best
         if _mark_alike(data, at.packed, *effects, first, count, tried) > 1:
             tried_s = evaluate(data, seconds, at, codes, tried, calls, call_s)
@@ -386,6 +375,7 @@ def _mark_alike(
     worth: Floats,
     refused: Flags,
     step_bytes: int,
+    alike: float,
     first: int,
     count: int,
     tried: Flags,
@@ -398,7 +388,7 @@ def _mark_alike(
         if i > first:
             if refused[groups[i]]:
                 continue
-            if worth[i] < ALIKE * worth[first] or nbytes[i] > left_bytes:
+            if worth[i] < alike * worth[first] or nbytes[i] > left_bytes:
                 break
         mark_results(data, at, groups[i], tried)
         left_bytes -= nbytes[i]

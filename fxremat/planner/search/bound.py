@@ -25,10 +25,6 @@ from fxremat.planner.context.context_bytes import ContextBytes
 from fxremat.planner.context.handed import staying
 from fxremat.planner.decision.charges import Charges
 
-MOST_MOMENTS = 16
-"""How many moments of the backward are evaluated, evenly spaced from the fullest to the emptiest.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
@@ -75,11 +71,13 @@ class Relaxation:
     nbytes: tuple[int, ...]
 
     @staticmethod
-    def of(measured: Measured, blocks: BlockCache, context_bytes: ContextBytes) -> Relaxation:
-        """Choose the moments of a measured line."""
+    def of(
+        measured: Measured, blocks: BlockCache, context_bytes: ContextBytes, most_moments: int
+    ) -> Relaxation:
+        """Choose the moments of a measured line: the loss point, and ``most_moments`` others."""
         operations = _operations(measured)
         made = frozenset(s for operation in operations for s in operation.makes)
-        moments = _moments(measured, blocks, context_bytes, made)
+        moments = _moments(measured, blocks, context_bytes, made, most_moments)
         nbytes = measured.line.joint.storages.nbytes
         return Relaxation(tuple(operations), tuple(moments), nbytes)
 
@@ -146,6 +144,7 @@ def _moments(
     blocks: BlockCache,
     context_bytes: ContextBytes,
     rebuildable: frozenset[int],
+    most: int,
 ) -> list[Moment]:
     """Return the loss point, and for each stage the fullest operation of its backward."""
     line = measured.line
@@ -194,7 +193,8 @@ def _moments(
     occupied = constant_bytes + table.total(later & kept) + context_bytes.loss_point_bytes
     loss_point = Moment(rebuildable & later, frozenset(), occupied)
     chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
-    return [loss_point, *chosen[:: -(-len(chosen) // MOST_MOMENTS) or 1]]
+    every = -(-len(chosen) // max(most, 1)) or 1
+    return [loss_point, *chosen[::every][:most]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 from torch import fx
 
 from fxremat.costs.cost import Measured
+from fxremat.effort import Effort
 from fxremat.ir import Backward, Decision, Forward, Schedule, Tensors
 from fxremat.ir.schedule import Codes, coded, decoded
 from fxremat.passes.emit.program import Call, Program, keep_all, link
@@ -133,18 +134,21 @@ class Evaluator:
         _calls, _call_s, total_s = arrays.evaluate(codes, arrays.flags(held))
         return Candidate(codes, held, arrays.totals()["peak_bytes"], total_s)
 
-    def climb(self, start: Candidate, *, limit_bytes: int = MOST_BYTES) -> list[Candidate]:
+    def climb(
+        self, start: Candidate, effort: Effort, *, limit_bytes: int = MOST_BYTES
+    ) -> list[Candidate]:
         """Return the candidates of a local search from ``start``, each faster than the last.
 
         The search ends with the first candidate whose peak exceeds ``limit_bytes``.
         """
-        from fxremat.planner.replay.climb import MOST_STEPS, climb  # noqa: PLC0415
+        from fxremat.planner.replay.climb import climb  # noqa: PLC0415
 
-        arrays = self.arrays
-        found = np.zeros((MOST_STEPS, arrays.at.nodes), dtype=np.uint8)
-        found_bytes, found_s = np.zeros(MOST_STEPS, dtype=np.int64), np.zeros(MOST_STEPS)
+        arrays, steps = self.arrays, effort.climb_steps
+        found = np.zeros((steps, arrays.at.nodes), dtype=np.uint8)
+        found_bytes, found_s = np.zeros(steps, dtype=np.int64), np.zeros(steps)
         held = arrays.flags(start.held)
-        count = arrays.run(climb, start.codes, held, limit_bytes, found, found_bytes, found_s)
+        results = found, found_bytes, found_s
+        count = arrays.run(climb, start.codes, held, limit_bytes, effort, *results)
         bits = np.packbits(found[:count], axis=1)
         return [
             Candidate(start.codes, bits[i].tobytes(), int(found_bytes[i]), float(found_s[i]))

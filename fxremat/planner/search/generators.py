@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxremat.costs.cost import Measured, boundary_after, stage_blocks
+from fxremat.effort import Effort
 from fxremat.ir import (
     Chain,
     Costs,
@@ -205,14 +206,6 @@ def _gradient_bytes(line: Line, context_bytes: ContextBytes) -> Sequence[int]:
     return change
 
 
-SLOTS = 500
-"""Slots of each table. A few tables with decreasing ceilings keep rounding errors small."""
-
-
-BUDGETS = 17
-"""How many budgets a solver is called for if it has no table of all budgets."""
-
-
 @dataclass(frozen=True, slots=True)
 class Setting:
     """The problem that generators solve.
@@ -223,6 +216,7 @@ class Setting:
         costs: costs of the stages.
         context_bytes: memory of the step that no block allocates.
         kept: the evaluation of the schedule that keeps everything.
+        effort: numbers that steer the generators.
     """
 
     line: Line
@@ -230,6 +224,7 @@ class Setting:
     costs: Costs
     context_bytes: ContextBytes
     kept: Evaluation
+    effort: Effort
 
 
 Generator = Callable[[Setting], Iterator[Codes]]
@@ -242,20 +237,20 @@ def chain_schedules(setting: Setting) -> Iterator[Codes]:
     from fxremat.solvers import store_all  # noqa: PLC0415
     from fxremat.solvers.rotor import RotorTable, least_budget  # noqa: PLC0415
 
-    chain, costs = setting.chain, setting.costs
+    chain, costs, slots = setting.chain, setting.costs, setting.effort.slots
     full_bytes = store_all.peak_bytes(chain, costs)
     least_bytes, least = least_budget(chain, costs)
     yield coded(least)
     for ceiling in ceilings(full_bytes, least_bytes, costs.fixed_bytes):
-        table = RotorTable.build(chain, costs, max_budget_bytes=ceiling, slots=SLOTS)
+        table = RotorTable.build(chain, costs, max_budget_bytes=ceiling, slots=slots)
         yield from map(table.codes, table.distinct_budgets())
 
 
 def solved_by(name: str) -> Generator:
     """Return the generator of a solver of ``fxremat.solvers.named``.
 
-    The solver is called for ``BUDGETS`` budgets, evenly spaced from the least that it can meet to
-    that of keeping everything.
+    The solver is called for ``Effort.budgets`` budgets, evenly spaced from the least that it can
+    meet to that of keeping everything.
     """
 
     def schedules(setting: Setting) -> Iterator[Codes]:
@@ -266,8 +261,9 @@ def solved_by(name: str) -> Generator:
         least = solve(name, Problem(chain, costs, 0))
         least_bytes = least.least_budget_bytes if isinstance(least, Infeasible) else 0
         more_bytes = max(0, store_all.peak_bytes(chain, costs) - least_bytes)
-        for step in range(BUDGETS):
-            budget_bytes = least_bytes + more_bytes * step // (BUDGETS - 1)
+        count = setting.effort.budgets
+        for step in range(count):
+            budget_bytes = least_bytes + more_bytes * step // max(count - 1, 1)
             solution = solve(name, Problem(chain, costs, budget_bytes))
             if isinstance(solution, Solved):
                 yield coded(solution.schedule)

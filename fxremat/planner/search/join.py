@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from torch import fx
 
+from fxremat.effort import Effort
 from fxremat.ir import (
     Chain,
     Compute,
@@ -238,38 +239,22 @@ def _branch_count(stages: Iterable[int], branching: Branching) -> int:
     return max(len({branching.branch_at(places[stage]) for stage in stages} - {TRUNK}), 1)
 
 
-LEAST_SLOTS, MOST_SLOTS = 200, 2000
-"""Slots of each table of the join, at least and at most."""
-
-MOST_CHOICES = 800_000_000
-"""How many choices are evaluated to fill a table, unless the caller says otherwise: a second or so.
-"""
-
-TABLE_BYTES = 1 << 28
-"""Size of each table, at most."""
-
-CHAIN_SLOTS = 500
-"""Slots of each table of the equivalent chain."""
-
-
-def join_schedules(setting: Setting, *, most_choices: int = MOST_CHOICES) -> Iterator[Codes]:
+def join_schedules(setting: Setting) -> Iterator[Codes]:
     """Yield schedules of the join solver, from the least budget to the largest useful one.
 
     Stages have their numbers on the line. Nothing is yielded if the line is not a join. If
-    ``most_choices`` are too few to fill a table for all stages, adjacent stages are merged.
+    ``Effort.join_choices`` are too few to fill a table for all stages, adjacent stages are merged.
     """
-    line = setting.line
+    line, effort = setting.line, setting.effort
     for branching in branchings_of(line):
         # Loading numba takes longer than all else in the package: not at import.
         from fxremat.solvers.join.coarse import with_turn  # noqa: PLC0415
 
         join, costs = _join_of(setting, branching)
-        yield from _in_orders(line, _solve_join(join, costs, branching, most_choices))
+        yield from _in_orders(line, _solve_join(join, costs, branching, effort))
         if len(join.trunk) > 1 and branching.ends[-1] == line.branch_ends[-1]:
             turn = with_turn(join, costs, extra_bytes=_turn_bytes(setting))
-            schedules = _solve_join(
-                turn.join, turn.costs, branching, most_choices, refine=turn.refine
-            )
+            schedules = _solve_join(turn.join, turn.costs, branching, effort, refine=turn.refine)
             yield from _in_orders(line, schedules)
 
 
@@ -282,7 +267,8 @@ def equivalent_schedules(setting: Setting) -> Iterator[Codes]:
     for branching in branchings_of(line):
         join, costs = _join_of(setting, branching)
         writer = _CodeWriter(branching.on_line)
-        yield from _in_orders(line, map(writer.codes, _solve_equivalent(join, costs)))
+        solved = _solve_equivalent(join, costs, setting.effort.equiv_slots)
+        yield from _in_orders(line, map(writer.codes, solved))
 
 
 def _join_of(setting: Setting, branching: Branching) -> tuple[Join, JoinCosts]:
@@ -323,7 +309,7 @@ def _solve_join(
     join: Join,
     costs: JoinCosts,
     branching: Branching,
-    most_choices: int,
+    effort: Effort,
     *,
     refine: Callable[[Schedule], Schedule] = lambda schedule: schedule,
 ) -> Iterator[Codes]:
@@ -332,8 +318,9 @@ def _solve_join(
     from fxremat.solvers.join.coarse import coarsen  # noqa: PLC0415
     from fxremat.solvers.join.numbers import kept_bytes  # noqa: PLC0415
 
-    coarse = coarsen(join, costs, most_work=most_choices // LEAST_SLOTS)
-    slots = _slots(coarse.join, most_choices)
+    most_work = effort.join_choices // effort.least_join_slots
+    coarse = coarsen(join, costs, most_work=most_work)
+    slots = _slots(coarse.join, effort)
     writer = _CodeWriter(lambda schedule: branching.on_line(refine(coarse.refine(schedule))))
     least_bytes, least = least_budget(coarse.join, coarse.costs)
     yield writer.codes(least.computations)
@@ -344,17 +331,18 @@ def _solve_join(
             yield writer.codes(plans.operations(budget_bytes))
 
 
-def _slots(join: Join, most_choices: int) -> int:
+def _slots(join: Join, effort: Effort) -> int:
     """Return how many slots the table has memory and time for."""
     from fxremat.solvers.join.coarse import work_of  # noqa: PLC0415
     from fxremat.solvers.join.numbers import state_count  # noqa: PLC0415
 
     lengths = [len(line) for line in join.lines]
-    room = TABLE_BYTES // (8 * state_count(lengths))
-    return max(min(room, most_choices // work_of(lengths), MOST_SLOTS), min(LEAST_SLOTS, room), 1)
+    room = effort.join_bytes // (8 * state_count(lengths))
+    most = min(room, effort.join_choices // work_of(lengths), effort.most_join_slots)
+    return max(most, min(effort.least_join_slots, room), 1)
 
 
-def _solve_equivalent(join: Join, costs: JoinCosts) -> Iterator[Sequence[Compute]]:
+def _solve_equivalent(join: Join, costs: JoinCosts, slots: int) -> Iterator[Sequence[Compute]]:
     from fxremat.solvers import store_all  # noqa: PLC0415
     from fxremat.solvers.join.equiv import as_join_schedule, equivalent_chain  # noqa: PLC0415
     from fxremat.solvers.rotor import RotorTable, least_budget  # noqa: PLC0415
@@ -365,9 +353,7 @@ def _solve_equivalent(join: Join, costs: JoinCosts) -> Iterator[Sequence[Compute
     yield as_join_schedule(problem, least).computations
     full_bytes = store_all.peak_bytes(level.chain, level.costs)
     for ceiling in ceilings(full_bytes, least_bytes, costs.fixed_bytes):
-        table = RotorTable.build(
-            level.chain, level.costs, max_budget_bytes=ceiling, slots=CHAIN_SLOTS
-        )
+        table = RotorTable.build(level.chain, level.costs, max_budget_bytes=ceiling, slots=slots)
         for budget_bytes in table.distinct_budgets():
             schedule = decoded(table.codes(budget_bytes))
             yield as_join_schedule(problem, schedule).computations

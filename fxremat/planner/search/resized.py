@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from fxremat.costs.cost import Measured
+from fxremat.effort import Effort
 from fxremat.planner.allocator.allocations import Allocations
 from fxremat.planner.allocator.footprints import Footprints
 from fxremat.planner.context.context_bytes import ContextBytes
@@ -21,23 +22,6 @@ from fxremat.planner.decision.candidates import Candidate, Pool
 from fxremat.planner.search.bound import Relaxation
 from fxremat.planner.search.evaluator import MOST_BYTES, Evaluator
 from fxremat.planner.search.search import Search
-
-SPARE = 16
-"""How many candidates of another context are evaluated, evenly spaced."""
-
-SPREAD = 32
-"""How many members are evaluated whatever the budget, evenly spaced."""
-
-LOWEST = 8
-"""How many more members of the lowest peaks are evaluated: which one is the lowest may depend on
-the size."""
-
-NEAR = 8
-"""How many more members on either side of the budget are evaluated: the order of peaks may change.
-"""
-
-CLIMBS = 2
-"""Local search starts from this many of the fastest members that fit."""
 
 
 def search_at(
@@ -72,7 +56,8 @@ def search_at(
         evaluator = search.evaluator.within(context_bytes)
     else:
         evaluator = search.evaluator.at(measured, context_bytes)
-    pool_members = _EvaluatedMembers(evaluator, search.pool.members)
+    effort = search.effort
+    pool_members = _EvaluatedMembers(evaluator, search.pool.members, effort)
     most = MOST_BYTES if budget_bytes is None else budget_bytes
     footprints = search.allocations.footprints
     if not same_size:
@@ -88,11 +73,15 @@ def search_at(
         pool_members.evaluate_all()
     else:
         pool_members.evaluate_near(most)
-    candidates = [*pool_members.evaluated.values(), *_spare(evaluator, search, SPARE)]
+    candidates = [
+        *pool_members.evaluated.values(),
+        *_spare(evaluator, search, effort.spare_candidates),
+    ]
     solved = Pool.of(baseline, candidates)
     fitting = [c for c in solved.members if c.peak_bytes <= most and c is not baseline]
-    for start in reversed(fitting[-CLIMBS:]) if baseline.peak_bytes > most else ():
-        candidates += evaluator.climb(start, limit_bytes=most)
+    fastest = reversed(fitting[max(len(fitting) - effort.again_starts, 0) :])
+    for start in fastest if baseline.peak_bytes > most else ():
+        candidates += evaluator.climb(start, effort, limit_bytes=most)
     pool = Pool.of(baseline, candidates)
     alone: tuple[Pool, ...] = (pool,)
     if apart and same_size:
@@ -109,7 +98,9 @@ def search_at(
         ),
         evaluator=evaluator,
         relaxation=(
-            functools.partial(Relaxation.of, measured, evaluator.blocks, context_bytes)
+            functools.partial(
+                Relaxation.of, measured, evaluator.blocks, context_bytes, effort.moments
+            )
             if same_size
             else None
         ),
@@ -126,9 +117,9 @@ def least_bytes_at(search: Search, measured: Measured, context_bytes: ContextByt
     ``measured`` is ``search.measured.at(costs)`` of that size.
     """
     evaluator = search.evaluator.at(measured, context_bytes)
-    members = _EvaluatedMembers(evaluator, search.pool.members)
+    members = _EvaluatedMembers(evaluator, search.pool.members, search.effort)
     count = len(members.members)
-    lowest = [members.at(i) for i in (*range(min(LOWEST, count)), count - 1)]
+    lowest = [members.at(i) for i in (*range(min(search.effort.lowest, count)), count - 1)]
     lowest += _spare(evaluator, search, 2)
     return min(c.peak_bytes for c in lowest)
 
@@ -137,7 +128,7 @@ def _spare(evaluator: Evaluator, search: Search, most: int) -> list[Candidate]:
     """Evaluate the lowest members, and ``most`` others, of each pool of another context."""
     candidates: list[Candidate] = []
     for pool in search.spare:
-        chosen = dict.fromkeys((*pool.members[:LOWEST], *pool.thinned(most)))
+        chosen = dict.fromkeys((*pool.members[: search.effort.lowest], *pool.thinned(most)))
         candidates += [evaluator.candidate(c.codes, c.held) for c in chosen]
     return candidates
 
@@ -148,6 +139,7 @@ class _EvaluatedMembers:
 
     evaluator: Evaluator
     members: tuple[Candidate, ...]
+    effort: Effort
     evaluated: dict[int, Candidate] = field(default_factory=dict)
 
     def at(self, index: int) -> Candidate:
@@ -158,9 +150,9 @@ class _EvaluatedMembers:
 
     def evaluate_near(self, budget_bytes: int) -> None:
         """Evaluate the members that can matter within a budget."""
-        last = len(self.members) - 1
-        self._evaluate(range(LOWEST))
-        self._evaluate(last * i // (SPREAD - 1) for i in range(SPREAD))
+        last, spread, near = len(self.members) - 1, self.effort.spread, self.effort.near_budget
+        self._evaluate(range(self.effort.lowest))
+        self._evaluate(last * i // max(spread - 1, 1) for i in range(spread))
         low, high = 0, last  # finds the first that does not fit, as if peaks were in order
         while low < high:
             middle = (low + high) // 2
@@ -168,7 +160,7 @@ class _EvaluatedMembers:
                 low = middle + 1
             else:
                 high = middle
-        self._evaluate(range(low - NEAR, low + NEAR))
+        self._evaluate(range(low - near, low + near))
 
     def evaluate_all(self) -> None:
         self._evaluate(range(len(self.members)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fxremat.costs.cost import Measured
+from fxremat.effort import USUAL, Effort
 from fxremat.ir import Chain, Costs
 from fxremat.passes.joint.graph import tensors_of
 from fxremat.passes.stages.block import BlockCache
@@ -15,7 +16,6 @@ from fxremat.planner.allocator.allocator import AllocatorSettings
 from fxremat.planner.allocator.footprints import Footprints
 from fxremat.planner.context.context_bytes import ContextBytes
 from fxremat.planner.decision.candidates import Candidate, Pool
-from fxremat.planner.decision.effort import DEFAULT_GENERATORS
 from fxremat.planner.decision.save_options import find_options
 from fxremat.planner.search.bound import Relaxation
 from fxremat.planner.search.evaluator import Evaluator
@@ -31,12 +31,6 @@ from fxremat.planner.search.join import equivalent_schedules, join_schedules
 from fxremat.progress import PLAN, Progress
 from fxremat.units import Counted
 
-POINTS = 32
-"""How many candidates of a frontier have their peaks replayed."""
-
-MOST_SPARE = 4
-"""How many pools of other contexts are kept."""
-
 GENERATORS_BY_NAME: Mapping[str, Generator] = {
     "rotor": chain_schedules,
     "equiv_chain": equivalent_schedules,
@@ -49,9 +43,6 @@ GENERATORS_BY_NAME: Mapping[str, Generator] = {
 def generators_of(names: Iterable[str]) -> tuple[Generator, ...]:
     """Return generators by their names."""
     return tuple(GENERATORS_BY_NAME[name] for name in names)
-
-
-GENERATORS = generators_of(DEFAULT_GENERATORS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +67,7 @@ class Search:
         pool: the best of these and of the results of local search.
         alone: for each generator, the pool that it would have without the others.
         allocations: allocator peaks of candidates.
+        effort: numbers that steer this search, and those that start from it.
         spare: pools of other contexts, the latest first.
     """
 
@@ -87,6 +79,7 @@ class Search:
     pool: Pool
     alone: tuple[Pool, ...]
     allocations: Allocations
+    effort: Effort
     spare: tuple[Pool, ...] = ()
 
     @staticmethod
@@ -96,7 +89,8 @@ class Search:
         context_bytes: ContextBytes,
         *,
         progress: Progress,
-        generators: Sequence[Generator] = GENERATORS,
+        effort: Effort = USUAL,
+        generators: Sequence[Generator] | None = None,
         allocator: AllocatorSettings | None = None,
         budget_on: Counted = "allocated",
         known: Search | None = None,
@@ -108,26 +102,29 @@ class Search:
             blocks: blocks of the line.
             context_bytes: memory of the step that no block allocates.
             progress: called as the search advances.
-            generators: generators of schedules.
+            effort: numbers that steer the search.
+            generators: generators of schedules; ``None``: those that ``effort`` names.
             allocator: settings of the device's allocator; ``None`` if it hands out exactly what is
                 requested.
             budget_on: which peak the budget limits.
             known: a search of the same step at another size, whose save options are used so that
                 its decisions are possible here.
         """
+        if generators is None:
+            generators = generators_of(effort.generators)
         parts = 2 * len(generators) + 1
         progress(PLAN, 0, parts)
         line = measured.line
         footprints = Footprints(line, measured.workspace_bytes, measured.asked)
         masks = known.evaluator.options.masks if known else None
-        options = find_options(measured, blocks, masks=masks)
+        options = find_options(measured, blocks, effort, masks=masks)
         chain = build_chain(line, blocks, options)
         evaluator = Evaluator.of(measured, blocks, options, context_bytes)
         costs = build_costs(measured, chain, evaluator)
         baseline = evaluator.keep_all()
         kept = evaluator.evaluation(baseline)
-        setting = Setting(line, chain, costs, context_bytes, kept)
-        climbs = _Climbs(evaluator, baseline)
+        setting = Setting(line, chain, costs, context_bytes, kept, effort)
+        climbs = _Climbs(evaluator, baseline, effort)
         by_generator = []
         for generator in generators:
             by_generator.append(climbs.candidates(generator, setting))
@@ -141,16 +138,17 @@ class Search:
             measured,
             setting,
             evaluator,
-            partial(Relaxation.of, measured, blocks, context_bytes),
+            partial(Relaxation.of, measured, blocks, context_bytes, effort.moments),
             solved=Pool.of(baseline, every),
             pool=Pool.of(baseline, (c for pool in pools for c in pool.members)),
             alone=tuple(pools[1:]),
             allocations=Allocations(footprints, context_bytes, allocator, budget_on),
+            effort=effort,
         )
 
     def knowing(self, other: Search) -> Search:
         """Return this search with the candidates of a search of the step in another context."""
-        return replace(self, spare=(other.pool, *self.spare)[:MOST_SPARE])
+        return replace(self, spare=(other.pool, *self.spare)[: self.effort.spare_pools])
 
     @property
     def chain(self) -> Chain:
@@ -229,12 +227,13 @@ class Search:
     def points(self, better: Sequence[tuple[int, float]] = ()) -> list[tuple[int, float]]:
         """Return peak and seconds of candidates, one of which is the fastest within any budget.
 
-        If peaks must be replayed, only ``POINTS`` of them are returned, evenly spaced. Candidates
+        If peaks must be replayed, only ``Effort.frontier_points`` of them are returned, evenly
+        spaced. Candidates
         that one of the points ``better`` beats in both are left out.
         """
         chosen = self.pool.members
         if self.allocations.settings is not None:
-            chosen = self.pool.thinned(POINTS)
+            chosen = self.pool.thinned(self.effort.frontier_points)
 
         def is_beaten(candidate: Candidate) -> bool:
             least_bytes, total_s = candidate.peak_bytes, candidate.total_s
@@ -272,6 +271,7 @@ class _Climbs:
 
     evaluator: Evaluator
     baseline: Candidate
+    effort: Effort
     evaluated: dict[bytes, Candidate] = field(default_factory=dict)
     climbed: dict[Candidate, list[Candidate]] = field(default_factory=dict)
 
@@ -289,8 +289,8 @@ class _Climbs:
         """Return the pool of ``solved`` and the results of local search from some of them."""
         best = Pool.of(self.baseline, solved)
         candidates = list(best.members)
-        for start in best.starts():
+        for start in best.starts(self.effort.starts, self.effort.closer_starts):
             if start not in self.climbed:
-                self.climbed[start] = self.evaluator.climb(start)
+                self.climbed[start] = self.evaluator.climb(start, self.effort)
             candidates += self.climbed[start]
         return Pool.of(self.baseline, candidates)

@@ -13,21 +13,15 @@ from collections.abc import Iterable, Iterator
 from fxremat.ir import Solved
 from fxremat.ir.schedule import Codes, coded
 from fxremat.planner.decision.candidates import Candidate, Pool
-from fxremat.planner.search.generators import SLOTS, Setting
-
-MOST = 64
-"""How many candidates of each pool are tried."""
-
-AWAY = tuple(part / 20 for part in range(21))
-"""Shares of the kept bytes that bases assume to be on the host at the loss point."""
+from fxremat.planner.search.generators import Setting
 
 
-def of_pools(pools: Iterable[Pool]) -> tuple[Candidate, ...]:
-    """Return up to ``MOST`` candidates of each pool.
+def of_pools(pools: Iterable[Pool], most: int) -> tuple[Candidate, ...]:
+    """Return up to ``most`` candidates of each pool.
 
     A generator that is beaten without transfers may still have the better base for them.
     """
-    return tuple(dict.fromkeys(c for pool in pools for c in pool.thinned(MOST)))
+    return tuple(dict.fromkeys(c for pool in pools for c in pool.thinned(most)))
 
 
 def relieved(setting: Setting, budget_bytes: int) -> Iterator[Codes]:
@@ -37,11 +31,10 @@ def relieved(setting: Setting, budget_bytes: int) -> Iterator[Codes]:
     # Loading numba takes longer than all else in the package: not at import.
     from fxremat.solvers.rotor import RotorTable  # noqa: PLC0415
 
-    table = RotorTable.build(
-        setting.chain, setting.costs, max_budget_bytes=budget_bytes, slots=SLOTS
-    )
+    chain, costs, slots = setting.chain, setting.costs, setting.effort.slots
+    table = RotorTable.build(chain, costs, max_budget_bytes=budget_bytes, slots=slots)
     tried: set[bytes] = set()
-    for away in AWAY:
+    for away in setting.effort.away_shares:
         solution = table.relieved(away).schedule(budget_bytes)
         if isinstance(solution, Solved):
             codes = coded(solution.schedule)

@@ -26,18 +26,6 @@ from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.slots import slot_bytes
 from fxremat.units import format_bytes
 
-ENOUGH = 1 + 1e-3
-"""A climb ends once it is as fast as keeping everything, times this factor."""
-
-GRADES = 8
-"""In how many steps more and more is sent away, if all of them are evaluated."""
-
-ROUNDS = 6
-"""How often more is sent away because the allocator hands out too much."""
-
-PATIENCE = 8
-"""A climb ends after so many faster schedules in a row that transfers make slower."""
-
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
@@ -106,14 +94,15 @@ class Transfers:
             device = search.setting.context_bytes.device
             with torch_compat.real_execution(), torch.no_grad():
                 link = measure_link(device, host_dir=host.folder, host_limit_bytes=host.limit_bytes)
+        most, small = search.effort.base_candidates, search.effort.small_share
         pools = (search.pool, *search.alone)
-        candidates = (search.baseline,) if host.only else bases.of_pools(pools)
+        candidates = (search.baseline,) if host.only else bases.of_pools(pools, most)
         immovable = search.immovable
         if host.conv:
             joint = search.measured.line.joint
             immovable |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint)
         evaluations = map(search.evaluator.evaluation, candidates)
-        movable = tuple(Movable.of(evaluation, immovable) for evaluation in evaluations)
+        movable = tuple(Movable.of(evaluation, immovable, small) for evaluation in evaluations)
         return Transfers(search, host, link, immovable, movable, candidates)
 
     @property
@@ -142,13 +131,14 @@ class Transfers:
 
     def graded(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
         """Yield each candidate with everything on the device, and with more and more of it away."""
+        grades = self.search.effort.grades
         for candidate in candidates:
             base = self._movable(candidate)
             yield candidate
             most, least = base.evaluation.peak_bytes, base.least_bytes
             before: tuple[Move, ...] = ()
-            for grade in range(1, GRADES + 1):
-                moves = base.moves(most - (most - least) * grade // GRADES) or ()
+            for grade in range(1, grades + 1):
+                moves = base.moves(most - (most - least) * grade // grades) or ()
                 if moves != before:
                     yield self._with_moves(candidate, base, moves)
                 before = moves
@@ -167,7 +157,8 @@ class Transfers:
         return replace(candidate, peak_bytes=peak_bytes, total_s=total_s, moves=moves)
 
     def _movable(self, candidate: Candidate) -> Movable:
-        return Movable.of(self.search.evaluator.evaluation(candidate), self.immovable)
+        evaluation = self.search.evaluator.evaluation(candidate)
+        return Movable.of(evaluation, self.immovable, self.search.effort.small_share)
 
     def _least(self) -> tuple[int, Candidate]:
         """Return the least feasible budget, and a candidate that meets it."""
@@ -264,7 +255,7 @@ class Transfers:
         difference.
         """
         aim_bytes = budget_bytes
-        for _ in range(ROUNDS):
+        for _ in range(self.search.effort.send_rounds):
             moves = base.moves(aim_bytes, self._host_limit_bytes)
             if moves is None:
                 return None
@@ -286,7 +277,7 @@ class Transfers:
         if self.host.only:
             return
         before_s = math.inf
-        evaluator = self.search.evaluator
+        evaluator, effort = self.search.evaluator, self.search.effort
         for codes in bases.relieved(self.search.setting, budget_bytes):
             start = evaluator.candidate(codes)
             best = self._moved(self._movable(start), start, budget_bytes)
@@ -294,21 +285,22 @@ class Transfers:
                 if best.total_s > before_s:
                     return
                 before_s = best.total_s
-            best = self._fastest_of_climb(best, evaluator.climb(start), budget_bytes)
+            best = self._fastest_of_climb(best, evaluator.climb(start, effort), budget_bytes)
             if best is not None:
                 yield best
                 if self._is_enough(best):
                     return
 
     def _is_enough(self, candidate: Candidate | None) -> bool:
-        return candidate is not None and candidate.total_s <= ENOUGH * self.search.baseline.total_s
+        enough_s = (1 + self.search.effort.enough_slower) * self.search.baseline.total_s
+        return candidate is not None and candidate.total_s <= enough_s
 
     def _fastest_of_climb(
         self, best: Candidate | None, higher: Iterable[Candidate], budget_bytes: int
     ) -> Candidate | None:
         fruitless = 0
         for candidate in higher:
-            if fruitless == PATIENCE or self._is_enough(best):
+            if fruitless == self.search.effort.patience or self._is_enough(best):
                 break
             if best is not None and candidate.total_s >= best.total_s:
                 continue

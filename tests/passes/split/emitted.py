@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fxremat.costs.bits import other_bits as changed_places
 from fxremat.costs.cache import CostCache
+from fxremat.effort import USUAL
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.split.parts import Changed, Parts
@@ -74,7 +75,15 @@ def in_parts(joint: JointGraph) -> fx.GraphModule | None:
     def changed(parts: Parts, given: Sequence[Tensor]) -> Changed:
         return changed_places(parts, given, tuple(parts.hints.values()), cache=cache)
 
-    return split(joint, Large(1), changed, beside=False, expected={}, looks=Looks())
+    return split(
+        joint,
+        Large(1),
+        changed,
+        beside=False,
+        expected={},
+        looks=Looks(),
+        most_operations=USUAL.run_operations,
+    )
 
 
 def filled(tensors: Sequence[Tensor], seed: int) -> Iterator[list[Tensor]]:

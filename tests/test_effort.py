@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fxremat
+from fxremat.effort import DEFAULT_GENERATORS
 from fxremat.errors import ArgumentError
-from fxremat.planner.decision.effort import DEFAULT_GENERATORS
 from fxremat.planner.search.search import GENERATORS_BY_NAME
 
 
