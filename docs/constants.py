@@ -1,4 +1,4 @@
-"""The page of all numbers that the code names."""
+"""The page of the numbers that steer the search, and of all others that the code names."""
 
 import ast
 import re
@@ -7,14 +7,39 @@ from pathlib import Path
 
 
 def constants_page(root: Path) -> str:
-    """All numbers that the code was given, by file, with what each is for."""
-    lines = ["# Constants", "", "Numbers of the code, by file: what each is for, and why.", ""]
-    lines += ["| file | name | value | |", "|---|---|---|---|"]
+    """Return the page of the fields of ``Effort``, and of all other numbers of the code."""
+    lines = ["# Constants", "", "## Numbers that steer the search", ""]
+    lines += ["Fields of `fxremat.Effort`, with their defaults.", ""]
+    lines += ["| field | default | |", "|---|---|---|"]
+    for name, value, meaning in effort_fields((root / "fxremat" / "effort.py").read_text()):
+        lines.append(f"| `{name}` | `{value}` | {meaning} |")
+    lines += [
+        "",
+        "## Other numbers",
+        "",
+        "Numbers of the code, by file: what each is for, and why.",
+    ]
+    lines += ["", "| file | name | value | |", "|---|---|---|---|"]
     for path in sorted((root / "fxremat").rglob("*.py")):
         name = path.relative_to(root / "fxremat").as_posix()
-        for constant, value, told in constants_of(path.read_text()):
-            lines.append(f"| {name} | `{constant}` | `{value}` | {told} |")
+        for constant, value, meaning in constants_of(path.read_text()):
+            lines.append(f"| {name} | `{constant}` | `{value}` | {meaning} |")
     return "\n".join(lines) + "\n"
+
+
+def effort_fields(source: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the fields of ``Effort``: name, default as it is written, and its docstring line."""
+    tree = ast.parse(source)
+    owner = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Effort")
+    attributes = (ast.get_docstring(owner) or "").split("Attributes:")[-1].split("\n\n")[0]
+    parts = re.split(r"^    (\w+): ", attributes, flags=re.M)[1:]
+    meanings = dict(zip(parts[::2], parts[1::2], strict=True))
+    for node in owner.body:
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            assert isinstance(node.target, ast.Name)
+            name = node.target.id
+            text = " ".join(meanings.get(name, "").split())
+            yield name, ast.unparse(node.value), text.replace("|", "\\|")
 
 
 def constants_of(source: str) -> Iterator[tuple[str, str, str]]:

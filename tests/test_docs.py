@@ -9,6 +9,7 @@ import operator
 import re
 import textwrap
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -170,3 +171,4 @@ def test_every_constant_says_what_it_is_for():
     rows = [line for line in page.splitlines() if line.startswith("| ") and "`" in line]
     assert len(rows) > 100
     assert not [row for row in rows if row.endswith("|  |")]
+    assert all(f"| `{field.name}` |" in page for field in fields(fxremat.Effort))
