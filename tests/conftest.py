@@ -19,10 +19,10 @@ register_profiles()
 LONG = (
     "tests/on_cuda/test_cuda_promise.py", "tests/on_cuda/test_cuda_user_kernels.py",
     "tests/on_cuda/test_cuda_circumstances.py", "tests/test_ranks.py", "tests/test_split.py",
-    "tests/test_breaks.py", "tests/frontend/test_batches.py", "tests/frontend/test_plan_cache.py",
-    "tests/frontend/test_regions.py", "tests/test_corners.py", "tests/test_usual_loop.py",
-    "tests/frontend/test_compiled.py", "tests/integrations/test_integrations.py",
-    "tests/test_callers.py", "tests/test_loops.py", "tests/frontend/test_regions_host.py",
+    "tests/test_breaks.py", "tests/sizing/test_max_batch.py", "tests/calls/test_plans.py",
+    "tests/regions/test_regions.py", "tests/test_corners.py", "tests/test_usual_loop.py",
+    "tests/module/test_compiled.py", "tests/integrations/test_integrations.py",
+    "tests/test_callers.py", "tests/test_loops.py", "tests/regions/test_regions_host.py",
 )  # fmt: skip
 """The files that take longest. They begin first, so that no process waits for one at the end."""
 
