@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fxremat.frontend.ranks import Ranks
     from fxremat.frontend.sample import Sample
     from fxremat.options.values import Bits, HostMemory
+    from fxremat.passes.joint.constraints import Operation
     from fxremat.planner.effort import Effort
     from fxremat.report.estimate import Estimate
     from fxremat.report.frontier import Batches, BatchPoint, Frontier
@@ -57,6 +58,7 @@ _NAMES = {
     "frontend.ranks": ("Ranks",),
     "frontend.sample": ("Sample",),
     "options.values": ("Bits", "HostMemory"),
+    "passes.joint.constraints": ("Operation",),
     "planner.effort": ("Effort",),
     "report.estimate": ("Estimate",),
     "report.frontier": ("BatchPoint", "Batches", "Frontier"),
@@ -88,6 +90,7 @@ __all__ = [
     "HostMemoryError",
     "Loss",
     "NoGradientError",
+    "Operation",
     "Options",
     "Plan",
     "PlanError",

@@ -56,11 +56,18 @@ class Numbers:
         nbytes: size of each storage.
         operations: in order.
         required: storages that the backward reads.
+        never: storages that are not kept in any case.
     """
 
     nbytes: tuple[int, ...]
     operations: tuple[Operation, ...]
     required: int
+    never: int = 0
+
+    @property
+    def whole(self) -> int:
+        """What is kept where everything is kept that may be."""
+        return self.required & ~self.never
 
     def seconds(self, kept: int) -> float:
         """Seconds of rebuilding all that the backward reads from what is ``kept``."""
@@ -94,8 +101,13 @@ class StageParts:
     charges: Charges
 
     def recompute_s(self, kept: int) -> float:
-        """Seconds of rebuilding what is not ``kept``."""
+        """Return the seconds of rebuilding what is not ``kept``."""
         return self.charges.of_rebuild * self.numbers.seconds(kept)
+
+    @property
+    def forced_s(self) -> float:
+        """Seconds of rebuilding what is not kept in any case."""
+        return self.recompute_s(self.numbers.whole) if self.numbers.never else 0.0
 
     def missing(self, kept: int) -> frozenset[fx.Node]:
         """Tensors that lie in storages that are not ``kept``."""
@@ -137,11 +149,27 @@ class Options:
                 kept.pop(op.stage, None)
                 if op.option:
                     kept[op.stage] = self.masks[op.stage][op.option - 1]
+                elif self.parts[op.stage].numbers.never:
+                    kept[op.stage] = self.parts[op.stage].numbers.whole
         return kept
 
     def missing(self, kept: Kept) -> dict[int, frozenset[fx.Node]]:
         """For each stage in ``kept`` the tensors that its backward has to rebuild."""
         return {stage: self.parts[stage].missing(mask) for stage, mask in kept.items()}
+
+    def rebuilt(self) -> list[list[frozenset[fx.Node]]]:
+        """Return for each stage what its backward rebuilds: with everything kept, by each option.
+
+        With everything kept it rebuilds what is not kept in any case.
+        """
+        whole = (
+            parts.missing(~parts.numbers.never) if parts.numbers.never else frozenset[fx.Node]()
+            for parts in self.parts
+        )
+        return [
+            [own, *map(parts.missing, masks)]
+            for own, parts, masks in zip(whole, self.parts, self.masks, strict=True)
+        ]
 
 
 def find_options(
@@ -201,6 +229,7 @@ def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
         tuple(table.nbytes[s] for s in bits),
         tuple(operations),
         mask(n for n in line.stages[index].saved),
+        sum(1 << bit for storage, bit in bits.items() if storage in line.unsaved),
     )
     charges = Charges.of(measured, index)
     return StageParts(numbers, tuple(bits), tuple(map(tuple, nodes)), charges)
@@ -219,14 +248,15 @@ def search(numbers: Numbers) -> list[int]:
 
 def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
     """Masks that none other beats and that keep less than everything, most bytes first."""
-    scored = sorted((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks)
+    allowed = dict.fromkeys(m & ~numbers.never for m in masks) if numbers.never else masks
+    scored = sorted((numbers.kept_bytes(m), numbers.seconds(m), m) for m in allowed)
     best, found = float("inf"), []
     for _, seconds, mask in scored:
         if seconds < best:
             best = seconds
             found.append(mask)
     found.reverse()
-    whole = numbers.kept_bytes(numbers.required)
+    whole = numbers.kept_bytes(numbers.whole)
     return [mask for mask in found if numbers.kept_bytes(mask) < whole]
 
 
@@ -239,8 +269,8 @@ def greedy_masks(numbers: Numbers) -> list[int]:
     looked at again only where they come first, which changes nothing where the loss of a
     storage never shrinks as more goes, and its gain never grows as more comes.
     """
-    whole, free = numbers.kept_bytes(numbers.required), _free(numbers)
-    thinned = _thinned(numbers, numbers.required | free)
+    whole, free = numbers.kept_bytes(numbers.whole), _free(numbers)
+    thinned = _thinned(numbers, numbers.whole | free)
     masks = [free, *thinned]
     for share in range(1, MOST_OPTIONS + 1):
         masks += _greedy_within(numbers, whole * share // (MOST_OPTIONS + 1), thinned)
@@ -303,7 +333,7 @@ def fastest_within(numbers: Numbers, limit_bytes: int) -> int:
 
 def _by_cpsat(numbers: Numbers, cp_model: ModuleType) -> list[int]:
     """The fastest masks within each of a few shares of all the bytes."""
-    whole = numbers.kept_bytes(numbers.required)
+    whole = numbers.kept_bytes(numbers.whole)
     masks = [_free(numbers)]
     for share in range(1, MOST_OPTIONS + 1):
         masks += _exact_within(numbers, whole * share // (MOST_OPTIONS + 1), cp_model)
@@ -327,6 +357,8 @@ def _exact_within(numbers: Numbers, limit_bytes: int, cp_model: ModuleType) -> l
     }
     for i in _bits(numbers.required):
         model.add_bool_or(kept[i], maker[i])
+    for i in _bits(numbers.never):
+        model.add(kept[i] == 0)
     for operation, run in zip(numbers.operations, runs, strict=True):
         for i in _bits(operation.reads):
             model.add_bool_or(kept[i], maker[i], run.Not())
@@ -354,7 +386,7 @@ def _bits(mask: int) -> list[int]:
 def _prune(numbers: Numbers, masks: Sequence[int]) -> tuple[int, ...]:
     """At most ``MOST_OPTIONS``: those go first that add least area to the curve."""
     points = [
-        (numbers.kept_bytes(numbers.required), 0.0, -1),
+        (numbers.kept_bytes(numbers.whole), numbers.seconds(numbers.whole), -1),
         *((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks),
     ]
     while len(points) > MOST_OPTIONS + 1:

@@ -420,6 +420,8 @@ class StepCompiler:
                 peers=peers,
                 model=self.model,
                 from_data=self.regions.several,
+                policy=asked.policy,
+                travels=asked.host is not None,
             )
             planner = Planner(
                 traced,

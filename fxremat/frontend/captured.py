@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.fuse.unit import Units
 from fxremat.passes.joint.build import build_joint_graph, rebuilt
+from fxremat.passes.joint.constraints import Policy, constrain, describe, unconstrained
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.layouts import as_kernels_leave
@@ -105,6 +107,8 @@ class CapturedStep:
         model: its class, for people.
         from_data: its sizes may follow from data: each may be met once only.
         roles: of primals; ``None``: as ``inputs`` and the caller's tensors tell.
+        policy: decides about single operations; see :mod:`fxremat.passes.joint.constraints`.
+        travels: whether storages may travel to host memory.
 
     Attributes:
         sizes: symbols of the capture.
@@ -136,6 +140,8 @@ class CapturedStep:
         model: str = "",
         from_data: bool = False,
         roles: Mapping[int, Kind] | None = None,
+        policy: Policy | None = None,
+        travels: bool = False,
     ) -> None:
         self.measuring_bytes = 0
         module = with_launches(module)
@@ -148,6 +154,7 @@ class CapturedStep:
             self._module = with_channels_last(self._module)
         if target is not None and target.kind != "cpu":  # where it was traced
             place(self._module, torch.device(target.kind))
+        constrain(self._module, policy, travels=travels)
         primals = self._module.graph.find_nodes(op="placeholder")
         self.places = places or {}
         self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, self.places)
@@ -221,7 +228,8 @@ class CapturedStep:
 
     def origin(self) -> Origin:
         """What costs of it hold for that are measured now."""
-        return origin_of_costs(self._digests, self.device, self.executor, self._target)
+        constraints = describe(self._module)
+        return origin_of_costs(self._digests, self.device, self.executor, self._target, constraints)
 
     @property
     def joint(self) -> JointGraph:
@@ -279,6 +287,17 @@ class CapturedStep:
         has_run = [own for own in self._variants if any(parts_of(n) is run for n in own.line.nodes)]
         self._variants = [own for own in self._variants if own not in has_run]
         return [own.form for own in has_run]
+
+    def unconstrained(self) -> CapturedStep | None:
+        """Return this step with nothing decided by a policy or a tag; ``None``: nothing is."""
+        if not describe(self._module):
+            return None
+        free: CapturedStep = copy.copy(self)
+        free._module = unconstrained(self._module)
+        vars(free).pop("_as_traced", None)
+        free._variants, free._resized, free._expected = [], {}, {}
+        free.costs, free.store = None, Store(None)
+        return free
 
     @property
     def correction_key(self) -> str:

@@ -14,7 +14,7 @@ from fxremat.costs.overhead import Rehearsal
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.errors import PlanError, ScheduleError
 from fxremat.frontend.captured import CapturedStep
-from fxremat.frontend.record import record_memory
+from fxremat.frontend.record import decided_in, record_memory
 from fxremat.frontend.schedules import Schedules
 from fxremat.frontend.store import key_of
 from fxremat.ir import TRACED, Decision, Lane, Move, Origin
@@ -229,6 +229,7 @@ def emit(
         fused=_fused(program, context.sizes),
         waiting_bytes=evaluation.turn_bytes - around.given_bytes - around.loss_point_bytes,
         measured=schedules.costs,
+        decided=decided_in(line),
     )
     record = partial(
         record_memory,

@@ -100,6 +100,8 @@ def planner_dry(
         costs=asked.known.measured if asked.known else None,
         target=asked.device,
         model=type(model).__name__,
+        policy=options.policy,
+        travels=options.host is not None,
     )
     planner = Planner(
         step,

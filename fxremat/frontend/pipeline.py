@@ -12,7 +12,7 @@ import torch
 from fxremat.errors import BudgetError, CostError, PlanError
 from fxremat.frontend.agreed import agreed_context, agreed_graphs, agreed_link
 from fxremat.frontend.arguments import Split
-from fxremat.frontend.budget import Budget, TrainingBudget
+from fxremat.frontend.budget import Budget, TrainingBudget, constrained
 from fxremat.frontend.captured import CapturedStep, Variant
 from fxremat.frontend.dimensions import arguments_of
 from fxremat.frontend.effort import Spending
@@ -207,8 +207,34 @@ class Planner:
             if not self.budget.may_raise:
                 Shortfall.of(self, context, error).warn()
                 return self.again(context, least=True)
+            least_bytes = self._unconstrained_bytes(error, context)
             self.step.settle()
-            raise advised(self, error, context, at=self.usual) from None
+            refused = advised(self, error, context, at=self.usual)
+            if least_bytes is not None:
+                refused = constrained(refused, least_bytes=least_bytes)
+            raise refused from None
+
+    def _unconstrained_bytes(self, error: BudgetError, context: StepContext) -> int | None:
+        """Return the least budget of the captured call without what a policy, or tags, decide.
+
+        ``None``: they decide nothing, or several processes would have to agree on its costs.
+        """
+        free = self.step.unconstrained() if self._peers is None else None
+        if free is None or error.least_budget_bytes is None:
+            return None
+        planner = Planner(
+            free,
+            self.budget,
+            host=self._host,
+            exact=self._exact,
+            split=self._split,
+            effort=self._effort.asked,
+            allocator=self._allocator,
+            generators=self._generators,
+        )
+        contexts = planner.resolved_for(context)
+        planner.within(contexts[0], self.budget.nbytes or error.least_budget_bytes - 1)
+        return planner._needs(contexts).most_bytes
 
     def _planned(self, context: StepContext, budget: Budget) -> Planned:
         """Find the best plan, or know it."""

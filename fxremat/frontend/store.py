@@ -157,12 +157,19 @@ def _warn_once(message: str) -> None:
 
 
 def origin_of_costs(
-    digests: Digests, device: torch.device, executor: str, target: Device | None = None
+    digests: Digests,
+    device: torch.device,
+    executor: str,
+    target: Device | None = None,
+    constraints: tuple[str, ...] = (),
 ) -> Origin:
     """What costs of a traced step hold for that are measured now, or estimated for ``target``."""
     settings = {"executor": executor, **measuring_settings()}
     if device.type != "cpu":
         del settings[THREADS]
+    if constraints:
+        digest = hashlib.sha256("\n".join(constraints).encode()).hexdigest()[:12]
+        settings["policy"] = f"{digest} of {len(constraints)} operations"
     return Origin(
         operations=digests.operations,
         code=digests.code,

@@ -89,7 +89,7 @@ def numbering(line: Line) -> dict[fx.Node, int]:
 
 
 Rebuilt = Sequence[Sequence[Set[fx.Node]]]
-"""For each stage and each of its save options: tensors that its backward rebuilds."""
+"""For each stage tensors that its backward rebuilds: with everything kept, and by save option."""
 
 
 def arrays_of(
@@ -204,7 +204,8 @@ def _put_operations(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> 
     the first operation of its stage whose results it is a value or a view of, itself if it is
     none; ``members``: lists of these by group; ``makes``: lists of storages that are new, not of
     something that it reads and is a view of; ``settled``: of each storage, whether it stays in
-    any case. Storages that are always there are left out.
+    any case; ``unheld``: whether a plan may not hold what the operation makes. Storages that are
+    always there are left out.
     """
     joint, table = line.joint, line.joint.storages
     given = table.of(joint.given)
@@ -234,6 +235,7 @@ def _put_operations(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> 
     layout.put(
         stage=(line.stage_of[n] for n in nodes),
         group=groups,
+        unheld=(not line.unsaved.isdisjoint(makes[i]) for i in range(len(nodes))),
         settled=(s in given or s in outputs for s in range(len(table.nbytes))),
     )
     layout.put_lists(users=users, members=members, makes=map(list, makes))

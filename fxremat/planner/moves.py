@@ -35,18 +35,22 @@ class Movable:
     Attributes:
         evaluation: of the decision, everything on the device.
         lives: storages, the one that is read again last first, small ones after all others.
+        forced: those of them that are away whatever the budget.
     """
 
     evaluation: Evaluation
     lives: tuple[AcrossTurn, ...]
+    forced: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(evaluation: Evaluation, fixed: frozenset[int]) -> Movable:
-        """Storages that cross the turn in ``evaluation``, but for ``fixed`` ones, which stay."""
+    def of(
+        evaluation: Evaluation, fixed: frozenset[int], forced: frozenset[int] = frozenset()
+    ) -> Movable:
+        """Return the storages that cross the turn in ``evaluation``, but for ``fixed`` ones."""
         lives = [life for life in evaluation.lives if life.storage not in fixed]
         small_bytes = SMALL_SHARE * sum(life.nbytes for life in lives)
         lives.sort(key=lambda x: (x.nbytes <= small_bytes, -x.next, x.last, x.storage))
-        return Movable(evaluation, tuple(lives))
+        return Movable(evaluation, tuple(lives), forced)
 
     @property
     def least_bytes(self) -> int:
@@ -64,7 +68,8 @@ class Movable:
             budget_bytes: what the peak may reach.
             host_bytes: most bytes on the host; ``None``: as many as it takes.
 
-        Ensures: no storage is away that does not have to be, and none longer than that.
+        Ensures: no storage is away that does not have to be, or is ``forced``, and none longer than
+            that.
         """
         away = self._away(budget_bytes)
         if away is None:
@@ -97,7 +102,8 @@ class Movable:
         """
         if self.evaluation.end_bytes > budget_bytes:
             return None
-        away: dict[int, tuple[int, int]] = {}
+        turn = self.evaluation.turn
+        away = {i: (turn, turn) for i, own in enumerate(self.lives) if own.storage in self.forced}
         instants: list[tuple[int, int | None]] = [(self.evaluation.turn_bytes, None)]
         instants.extend((nbytes, i) for i, nbytes in enumerate(self.evaluation.peaks_bytes))
         for nbytes, call in sorted(instants, key=lambda x: -x[0]):

@@ -62,7 +62,8 @@ class At:
         inverses: lists, of each stage: operations that its first forward was measured with and
             seldom runs.
         option: ``L``, the first of each stage's lists in ``missing``.
-        missing: lists, of each save option: tensors that the stage's backward rebuilds.
+        missing: lists, with everything kept, and of each save option: tensors that the stage's
+            backward rebuilds.
         later, returned: lists, of what is read once the backward, once the forward has ended.
         sum_count, sums, sum_stages, sum_home: how many nodes add up gradients of several
             branches, which, lists of the stages whose gradients, the stage that has the node.
@@ -79,7 +80,7 @@ class At:
         sum_at, unusual, sum_hash: the stage with whose backward each sum runs; whether a backward
             runs other sums than in the line's own order; which.
         held_hash: ``2 L``, of what each stage holds.
-        stage, users, group, members, makes, settled: see :func:`_put_operations`.
+        stage, users, group, members, makes, settled, unheld: see :func:`_put_operations`.
         ran, direct, again_s, parent, depth, freed, gained_s, there, above, stays, begin, room:
             what ``planner.climb`` finds; ``marks, marked`` are its marks.
         block_key, block_at: table of blocks.

@@ -113,12 +113,12 @@ class Transfers:
                 link = measure_link(device, host_dir=host.folder, host_limit_bytes=host.limit_bytes)
         pools = (search.pool, *search.alone)
         candidates = (search.baseline,) if host.only else bases.of_pools(pools)
-        settled = search.settled
+        settled, forced = search.settled, search.measured.line.offloaded
         if host.conv:
             joint = search.measured.line.joint
-            settled |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint)
+            settled |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint) - forced
         evaluations = map(search.evaluator.evaluation, candidates)
-        movable = tuple(Movable.of(evaluation, settled) for evaluation in evaluations)
+        movable = tuple(Movable.of(evaluation, settled, forced) for evaluation in evaluations)
         return Transfers(search, host, link, settled, movable, candidates)
 
     @property
@@ -150,7 +150,8 @@ class Transfers:
         """Candidates with everything on the device, and with ever more of it away."""
         for candidate in candidates:
             base = self._movable(candidate)
-            yield candidate
+            if not self._line.offloaded:
+                yield candidate
             most, least = base.evaluation.peak_bytes, base.least_bytes
             before: tuple[Move, ...] = ()
             for grade in range(1, GRADES + 1):
@@ -173,7 +174,8 @@ class Transfers:
         return replace(candidate, peak_bytes=peak_bytes, total_s=total_s, moves=moves)
 
     def _movable(self, candidate: Candidate) -> Movable:
-        return Movable.of(self.search.evaluator.evaluation(candidate), self.settled)
+        evaluation = self.search.evaluator.evaluation(candidate)
+        return Movable.of(evaluation, self.settled, self._line.offloaded)
 
     def _least(self) -> tuple[int, Candidate]:
         """It, and what it was found with: looked for once."""
@@ -333,7 +335,7 @@ class Transfers:
 
     def _without_moves(self, budget_bytes: int) -> Candidate | None:
         """The best of all candidates, of which only some are bases."""
-        if self.host.only or budget_bytes < self.search.least_bytes:
+        if self.host.only or self._line.offloaded or budget_bytes < self.search.least_bytes:
             return None
         return self.search.fastest_within(budget_bytes)
 

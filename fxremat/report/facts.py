@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from fxremat.ir import (
     TRACED,
@@ -18,6 +18,7 @@ from fxremat.ir import (
     Schedule,
     Timeline,
 )
+from fxremat.report.codec import OMITTED
 from fxremat.report.frontier import Frontier
 from fxremat.report.memory import Outline, StepMemory
 from fxremat.report.modules import span
@@ -41,6 +42,23 @@ class Fused:
     operations: tuple[str, ...]
     calls: int
     parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """An operation of which a policy, or a tag in the model, decided what becomes of its results.
+
+    Attributes:
+        stage: the stage that computes it.
+        operation: its name in the captured graph.
+        answer: ``"keep"``, ``"recompute"`` or ``"offload"``.
+        by: ``"policy"`` or ``"tag"``.
+    """
+
+    stage: int
+    operation: str
+    answer: Literal["keep", "recompute", "offload"]
+    by: Literal["policy", "tag"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +148,7 @@ class PlanFacts:
         cross_check: how far CP-SAT is from the plan; ``None`` where nobody asked for it.
         forms_left: so many forms of the step, in smaller parts, were not looked at, as
             ``compile(effort=...)`` was spent.
+        decided: operations of which the planner did not decide whether their results are kept.
     """
 
     budget_bytes: int
@@ -171,6 +190,7 @@ class PlanFacts:
     measured_peak_bytes: int | None = field(default=None, compare=False)
     cross_check: CrossCheck | None = field(default=None, compare=False)
     forms_left: int = 0
+    decided: tuple[Decided, ...] = field(default=(), metadata={OMITTED: True})
 
     @property
     def actions(self) -> Schedule:

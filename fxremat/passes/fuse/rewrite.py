@@ -22,6 +22,7 @@ from fxremat.passes.fuse.groups import group, spans_of
 from fxremat.passes.fuse.kinds import Kind, Kinds, Part, bases, kinds_of, parts_of
 from fxremat.passes.fuse.unit import Units
 from fxremat.passes.joint import rng
+from fxremat.passes.joint.constraints import CONSTRAINT
 from fxremat.passes.joint.graph import add_call, is_tensor
 from fxremat.passes.joint.sizes import LAYOUTS, Size, difference, layouts_of
 from fxremat.passes.stages.linearize import Line
@@ -281,12 +282,12 @@ class _Writer:
         return made
 
 
-_OF_ONE = ("val", LAYOUTS, "tensor_meta", "desc", "seq_nr")
+_OF_ONE = ("val", LAYOUTS, CONSTRAINT, "tensor_meta", "desc", "seq_nr")
 
 
 def _kept(node: fx.Node) -> dict[str, Any]:
     """Metadata of the tensors that a node returns."""
-    return {k: node.meta[k] for k in ("val", LAYOUTS) if k in node.meta}
+    return {k: node.meta[k] for k in ("val", LAYOUTS, CONSTRAINT) if k in node.meta}
 
 
 def _graph_of(

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.passes.joint.constraints import may_run_again
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import (
     JointGraph,
@@ -226,7 +227,7 @@ class _Finder:
         return self._large[node]
 
     def _all_ways(self, node: fx.Node, own: _Counted) -> tuple[Way, ...]:
-        if len(node.all_input_nodes) > MOST_OPERATIONS:
+        if len(node.all_input_nodes) > MOST_OPERATIONS or not may_run_again(node):
             return ()
         if node not in own.ways:
             own.ways[node] = tuple(
