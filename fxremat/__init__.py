@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fxremat.options.loss import Loss
     from fxremat.options.plain import Options
     from fxremat.options.values import Bits, HostMemory
+    from fxremat.passes.joint.constraints import Operation
     from fxremat.ranks.peers import Ranks
     from fxremat.report.estimate import Estimate
     from fxremat.report.frontier import Batches, BatchPoint, Frontier
@@ -57,6 +58,7 @@ _NAMES = {
     "options.plain": ("Options",),
     "options.values": ("Bits", "HostMemory"),
     "effort": ("Effort",),
+    "passes.joint.constraints": ("Operation",),
     "ranks.peers": ("Ranks",),
     "report.estimate": ("Estimate",),
     "report.frontier": ("BatchPoint", "Batches", "Frontier"),
@@ -88,6 +90,7 @@ __all__ = [
     "HostMemoryError",
     "Loss",
     "NoGradientError",
+    "Operation",
     "Options",
     "Plan",
     "PlanError",

@@ -27,6 +27,7 @@ from fxremat.options.loss import Loss, LossFunction
 from fxremat.options.readers import Assume, Executor, Optimizers, read_bool, read_plan
 from fxremat.options.table import OPTIONS, former_refused
 from fxremat.options.values import Bits, BitsKind, HostMemory, What
+from fxremat.passes.joint.constraints import Policy
 from fxremat.planning.choose import usual_context
 from fxremat.progress import shown
 from fxremat.ranks.peers import Peers, Ranks
@@ -60,7 +61,7 @@ def compile(
     strict: bool = False,
     assume: Assume = "usual",
     ranks: Ranks | None = None,
-    policy: None = None,
+    policy: Policy | None = None,
 ) -> CompiledModule:
     """Make ``model`` train within ``budget``, at the least step time that can be found.
 
@@ -142,7 +143,15 @@ def compile(
             first of them plans, by the most that any of them measures, and all follow. ``None``:
             those of the model's ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s;
             where nothing refers to others, each process plans for itself.
-        policy: ``None``: the planner decides what is kept.
+        policy: is called with an :class:`Operation` for each forward operation of a captured
+            graph, at the sizes of the capture, and says what plans do with its results: ``"keep"``:
+            those that the backward reads are saved, and never computed again; ``"recompute"``:
+            they are not saved from forward to backward, but computed again where the backward
+            reads them; ``"offload"``: they are saved in host memory, which needs ``offload``;
+            ``None``: the planner decides, as it does without a policy. Tags of
+            ``torch.utils.checkpoint``'s selective checkpointing that are no hints (``MUST_SAVE``,
+            ``MUST_RECOMPUTE``, ``MUST_CPU_OFFLOAD``) say the same where the policy returns
+            ``None``.
 
     Returns a module that trains exactly as ``model`` does, and shares all it has.
 

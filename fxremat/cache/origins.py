@@ -33,6 +33,7 @@ def origin_of_costs(
     executor: str,
     effort: Effort,
     target: Device | None = None,
+    constraints: tuple[str, ...] = (),
 ) -> Origin:
     """Return the origin of costs of a traced step.
 
@@ -42,12 +43,16 @@ def origin_of_costs(
         executor: the name of the executor that runs its operations.
         effort: the numbers that decide where the graph is cut.
         target: the device that costs are estimated for; ``None``: they are measured on ``device``.
+        constraints: what a policy, or tags in the model, decide about single operations.
     """
     settings = {"executor": executor, **measuring_settings()}
     settings |= {f"effort.{name}": value for name, value in _changed_of(effort, stages=True)}
     added = added_passes()
     if added:
         settings["passes"] = ", ".join(added)
+    if constraints:
+        digest = hashlib.sha256("\n".join(constraints).encode()).hexdigest()[:12]
+        settings["policy"] = f"{digest} of {len(constraints)} operations"
     if device.type != "cpu":
         del settings[THREADS]
     return Origin(

@@ -182,6 +182,7 @@ def _graph_of(
                 exact=options.exact,
                 split=options.split,
                 effort=options.effort,
+                policy=options.policy,
             ),
             places=_places(inputs, loop.call.arguments()),
             store=training.store,

@@ -10,6 +10,7 @@ from fxremat.graph.spending import Spending
 from fxremat.ir import Form
 from fxremat.options.arguments import Split
 from fxremat.passes.joint.batchnorm import is_inverse
+from fxremat.passes.joint.constraints import Policy
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.split.beside import parts_of
 from fxremat.passes.split.losses import has_losses
@@ -34,6 +35,7 @@ class PlanOptions:
             bits; ``True``, also those that round differently.
         effort: how much work planning does, and the numbers that steer it.
         allocator: rules that replace those of the device's allocator.
+        policy: decides about single operations; see :mod:`fxremat.passes.joint.constraints`.
     """
 
     host: HostMemory | None = None
@@ -41,6 +43,7 @@ class PlanOptions:
     split: Split = False
     effort: Effort = USUAL
     allocator: AllocatorSettings | None = None
+    policy: Policy | None = None
 
 
 NO_OPTIONS = PlanOptions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from fxremat.ir import TRACED, Form, MeasuredLink, Origin, RecordedCosts
 from fxremat.passes.contract import PassConfig
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.fuse.unit import Units
+from fxremat.passes.joint.constraints import Policy, constrain, describe, unconstrained
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.sizes import Values
@@ -130,6 +132,8 @@ class Graph:
         model: str = "",
         from_data: bool = False,
         roles: Mapping[int, Kind] | None = None,
+        policy: Policy | None = None,
+        travels: bool = False,
     ) -> None:
         self.measuring_bytes = 0
         joint = module
@@ -146,6 +150,7 @@ class Graph:
         )
         self._note_measuring(layouts.measuring_bytes)
         self._module, self.sizes = self._graph.module, self._graph.sizes
+        constrain(self._module, options.policy, travels=options.host is not None)
         primals = self._module.graph.find_nodes(op="placeholder")
         self.places = places or {}
         self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, self.places)
@@ -238,7 +243,12 @@ class Graph:
     def origin(self) -> Origin:
         """Return what costs of it hold for that are measured now."""
         return origin_of_costs(
-            self._digests, self.device, self.executor, self.options.effort, self._target
+            self._digests,
+            self.device,
+            self.executor,
+            self.options.effort,
+            self._target,
+            describe(self._module),
         )
 
     @property
@@ -302,6 +312,19 @@ class Graph:
         has_run = [own for own in self._variants if any(parts_of(n) is run for n in own.line.nodes)]
         self._variants = [own for own in self._variants if own not in has_run]
         return [own.form for own in has_run]
+
+    def unconstrained(self) -> Graph | None:
+        """Return this graph with nothing decided by a policy or a tag; ``None``: nothing is."""
+        if not describe(self._module):
+            return None
+        free: Graph = copy.copy(self)
+        free._module = unconstrained(self._module)
+        free._graph = self._graph.changed(free._module)
+        free.__dict__.pop("_as_traced", None)
+        free._variants, free._resized, free._expected = [], {}, {}
+        free.further = FurtherForms(Spending(self.options.effort))
+        free.costs, free.store = None, Store(None)
+        return free
 
     @property
     def correction_key(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,16 +13,15 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.ir import Move, Request
 from fxremat.passes.emit.program import Call, Program
+from fxremat.passes.joint.constraints import constraint_of
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator.allocations import HELD_ON, requests_of_step
 from fxremat.planner.allocator.footprints import WORKSPACE, Footprints
 from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.report.facts import Decided
 from fxremat.report.memory import Kind, Life, StepMemory, Tensor
 from fxremat.report.modules import common_module
-
-_ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
-"""The prefix by which Dynamo names the captured module, or the functions that call it."""
 
 _WORKSPACE = "workspace of "
 
@@ -97,7 +95,9 @@ def record_memory(
         loss_point = record.pass_loss_point(requests.turn, context_bytes)
     end = record.next()
     record.follow(requests.end, [Tensor("copy of a gradient", 0, Kind.WORKSPACES)])
-    modules = tuple(common_module(map(module_of, s.forward or s.backward)) for s in line.stages)
+    modules = tuple(
+        common_module(map(torch_compat.module_path, s.forward or s.backward)) for s in line.stages
+    )
     return StepMemory(*record.done(), tuple(calls), loss_point, end, modules)
 
 
@@ -164,7 +164,7 @@ def _workspaces(call: Call, footprints: Footprints) -> Iterator[Tensor]:
     for step in footprints.steps(call.block):
         if step.workspace_bytes > 0 and step.node is not None:
             name, operation = f"{_WORKSPACE}{step.node.name}", _operation(step.node)
-            module = module_of(step.node)
+            module = torch_compat.module_path(step.node)
             yield Tensor(name, 0, Kind.WORKSPACES, call.op.stage, operation, module)
 
 
@@ -300,21 +300,23 @@ class _Record:
                 kind,
                 self.line.stage_of.get(owner, -1),
                 _operation(owner),
-                module_of(owner),
+                torch_compat.module_path(owner),
             )
         return self.of_storage[storage]
+
+
+def decided_in(line: Line) -> tuple[Decided, ...]:
+    """Return the operations of a line of which the planner does not decide."""
+    found: dict[str, Decided] = {}
+    for node in line.joint.forward:
+        own = constraint_of(node)
+        if own is not None and node in line.stage_of:
+            made = Decided(line.stage_of[node], own.operation, own.answer, own.by)
+            found.setdefault(own.operation, made)
+    return tuple(found.values())
 
 
 def _operation(node: fx.Node) -> str:
     """Return the operation of a node without namespace and overload, e.g. ``"addmm"``."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return str(getattr(packet, "__name__", packet))
-
-
-def module_of(node: fx.Node) -> str:
-    """Return the module of an operation, or of the one that it is the backward of."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path, _ = list(stack.values())[-1]
-    return _ROOT.sub("", str(path))

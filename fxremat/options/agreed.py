@@ -59,10 +59,11 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
 
 def _shown(asked: Arguments, option: str) -> str:
     """Return what a process was asked for under the name of an option, for comparison."""
-    host, kept = asked.host, asked.kept
+    host, kept, policy = asked.host, asked.kept, asked.policy
     shown: dict[str, object] = {
         "offload": host and (host.only, host.conv, host.limit_bytes),
         "plan": kept and _decided(kept),
+        "policy": policy and getattr(policy, "__qualname__", type(policy).__qualname__),
         "regions": "one" if asked.fullgraph else asked.regions or "auto",
     }
     return repr(shown[option] if option in shown else getattr(asked, option))

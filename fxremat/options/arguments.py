@@ -21,6 +21,7 @@ from fxremat.options.plain import gathered
 from fxremat.options.readers import READERS, Assume, Executor, Optimizer
 from fxremat.options.table import BACKEND, OPTIONS, names_of, refuse_former
 from fxremat.options.values import Bits
+from fxremat.passes.joint.constraints import Policy
 from fxremat.planner.transfers.transfers import HostMemory
 from fxremat.ranks.peers import Ranks
 from fxremat.report.plan import Plan
@@ -65,7 +66,7 @@ class Arguments:
     strict: bool = False
     assume: Assume = "usual"
     ranks: Ranks | None = None
-    policy: None = None
+    policy: Policy | None = None
 
     @property
     def fused(self) -> bool:

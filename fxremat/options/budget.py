@@ -154,6 +154,24 @@ class Budget:
         return nbytes
 
 
+def constrained(error: BudgetError, *, least_bytes: int) -> BudgetError:
+    """Return an error that says what a policy, or tags in the model, cost.
+
+    Args:
+        error: of a step with these constraints.
+        least_bytes: the least budget without them.
+    """
+    own_bytes = error.least_budget_bytes or 0
+    more_bytes = max(0, own_bytes - least_bytes)
+    return BudgetError(
+        f"{error}. Without the constraints of policy=, or of tags of selective checkpointing, "
+        f"{min(least_bytes, own_bytes)} bytes would do: they cost {more_bytes} "
+        f"({format_bytes(more_bytes)})",
+        least_budget_bytes=error.least_budget_bytes,
+        largest=error.largest,
+    )
+
+
 @dataclass(slots=True, eq=False)
 class TrainingBudget:
     """The budget of one model: its only owner.

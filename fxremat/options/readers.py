@@ -17,6 +17,7 @@ from fxremat.effort import Effort
 from fxremat.errors import refuse
 from fxremat.options.loss import Loss
 from fxremat.options.values import Bits, HostMemory, read_bytes
+from fxremat.passes.joint.constraints import Policy
 from fxremat.planner.search.search import GENERATORS_BY_NAME
 from fxremat.planner.transfers import transfers
 from fxremat.ranks.peers import Ranks
@@ -144,9 +145,11 @@ def _read_ranks(argument: str, value: object) -> Ranks | None:
     return value
 
 
-def _read_policy(argument: str, value: object) -> None:
-    if value is not None:
-        refuse(argument, value, "None")
+def _read_policy(argument: str, value: object) -> Policy | None:
+    if not (value is None or callable(value)):
+        must_be = "a function of a fxremat.Operation that returns 'keep', 'recompute', 'offload' "
+        refuse(argument, value, must_be + "or None; or None")
+    return value
 
 
 def _one_of(*values: str) -> Callable[[str, object], str]:

@@ -307,8 +307,8 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "policy",
-        "`None`",
-        "Who decides what is kept, where it is not the planner.",
+        "a function of an `Operation`",
+        "Says of single operations whether their results are kept, recomputed or offloaded.",
         None,
         (),
         agreed=True,

@@ -10,7 +10,7 @@ from functools import partial
 from fxremat.errors import PlanError, ScheduleError
 from fxremat.graph.compiled_plan import CompiledPlan, code_of
 from fxremat.graph.graph import Graph
-from fxremat.graph.memory_record import record_memory
+from fxremat.graph.memory_record import decided_in, record_memory
 from fxremat.ir import TRACED, Decision, Lane, Move, Origin
 from fxremat.ir.schedule import decoded
 from fxremat.passes.emit.code import Emitted
@@ -149,6 +149,7 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
             usual=chosen.usual,
             zeros_budget_bytes=chosen.zeros_budget_bytes,
             forms_left=chosen.forms_left,
+            decided=decided_in(line),
         ),
         graph.sizes,
     )

@@ -13,13 +13,14 @@ from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.dimensions import arguments_of
 from fxremat.graph.further import allocator_rules, ensure_searched, link_of, list_forms, variants_at
 from fxremat.graph.graph import Graph
+from fxremat.graph.pools import pools
 from fxremat.graph.shortfall import Shortfall
 from fxremat.graph.variant import Variant
 from fxremat.ir import Origin
-from fxremat.options.budget import TrainingBudget
+from fxremat.options.budget import TrainingBudget, constrained
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.planner.context.step_context import StepContext
-from fxremat.planning.choose import LEAST, budget_contexts, choose, usual_context
+from fxremat.planning.choose import LEAST, budget_contexts, choose, needs_in, usual_context
 from fxremat.planning.emission import carry_out, emit, follow
 from fxremat.planning.largest_size import advised
 from fxremat.progress import LOG, WRITE
@@ -128,10 +129,29 @@ def _resolved_first(
         if not budget.may_raise:
             shortfall_of(graph, context, budget, error).warn()
             return later_plan(graph, context, budget, least=True)
+        least_bytes = _unconstrained_bytes(graph, context, budget, error)
         graph.release()
-        raise advised(
+        refused = advised(
             graph, error, context, budget, at=lambda own: usual_context(graph, own, budget)
-        ) from None
+        )
+        if least_bytes is not None:
+            refused = constrained(refused, least_bytes=least_bytes)
+        raise refused from None
+
+
+def _unconstrained_bytes(
+    graph: Graph, context: StepContext, budget: TrainingBudget, error: BudgetError
+) -> int | None:
+    """Return the least budget of the captured call without what a policy, or tags, decide.
+
+    ``None``: they decide nothing, or several processes would have to agree on its costs.
+    """
+    free = graph.unconstrained() if graph.peers is None else None
+    if free is None or error.least_budget_bytes is None:
+        return None
+    contexts = budget_contexts(free, context, budget)
+    pools(free, contexts[0], budget.nbytes or error.least_budget_bytes - 1)
+    return needs_in(free, contexts).most_bytes
 
 
 def _planned(

@@ -27,6 +27,9 @@ from fxremat.errors import PlanError
 
 T = TypeVar("T")
 
+OMITTED = "omitted"
+"""Metadata of a field that is not written where it has its default, and need not be there."""
+
 TAG = "is"
 """Where a value may be of several classes: the name of its own."""
 
@@ -84,7 +87,12 @@ def decode(kind: Callable[..., T], data: object) -> T:
 def _write(kind: Any, value: Any) -> Any:
     form, parts = _form(kind)
     if form is object:
-        return {name: _write(own, getattr(value, name)) for name, own in parts}
+        usual = _omitted(kind)
+        return {
+            name: _write(own, getattr(value, name))
+            for name, own in parts
+            if name not in usual or getattr(value, name) != usual[name]
+        }
     if form is list:
         return [_write(parts[0], item) for item in value]
     if form is tuple:
@@ -107,11 +115,12 @@ def _read(kind: Any, data: Any) -> Any:
     form, parts = _form(kind)
     if form is object:
         _exactly(dict, data)
-        odd = sorted(data.keys() ^ dict(parts).keys())
+        usual = _omitted(kind)
+        odd = sorted((data.keys() ^ dict(parts).keys()) - (usual.keys() - data.keys()))
         if odd:
             names = [name for name, _ in parts]
             raise FormatError(f": {kind.__name__} has {names}, {odd} differs")
-        found = {name: _inside(f".{name}", own, data[name]) for name, own in parts}
+        found = {name: _inside(f".{name}", own, data[name]) for name, own in parts if name in data}
         made = _checked(lambda: kind(**found))
         if isinstance(made, Checked):
             try:
@@ -186,6 +195,12 @@ def _form(kind: Any) -> tuple[Any, Any]:
     if kind in (int, float, str, bool):
         return kind, ()
     raise TypeError(f"{kind} has no form in JSON")
+
+
+@functools.cache
+def _omitted(kind: Any) -> dict[str, Any]:
+    """Return the defaults of the fields of a class that are not written where they have them."""
+    return {field.name: field.default for field in fields(kind) if field.metadata.get(OMITTED)}
 
 
 def _checked(make: Callable[[], Any]) -> Any:

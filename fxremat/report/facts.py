@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,23 @@ class Fused:
     operations: tuple[str, ...]
     calls: int
     parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """An operation of which a policy, or a tag in the model, decided what becomes of its results.
+
+    Attributes:
+        stage: the stage that computes it.
+        operation: its name in the captured graph.
+        answer: ``"keep"``, ``"recompute"`` or ``"offload"``.
+        by: ``"policy"`` or ``"tag"``.
+    """
+
+    stage: int
+    operation: str
+    answer: Literal["keep", "recompute", "offload"]
+    by: Literal["policy", "tag"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from fxremat.ir import Copy
 from fxremat.report.memory import areas_of
 from fxremat.report.plan import AnyPlan, StepPlan, plans_of
-from fxremat.report.stages import StageReport, describe, explain
+from fxremat.report.stages import StageReport, deciders, describe, explain
 from fxremat.report.summary import batch_of, group_regions, summarize
 from fxremat.report.view import StepView, view_of
 
@@ -107,7 +107,7 @@ def _stage(stage: StageReport, module: str) -> dict[str, Any]:
         "held_bytes": stage.held_bytes,
         "moved_bytes": stage.moved_bytes,
         "extra_s": stage.extra_s,
-        "what": describe(stage),
+        "what": describe(stage) + (f" ({deciders(stage)})" if stage.decided else ""),
         "why": explain(stage),
     }
 

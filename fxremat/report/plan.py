@@ -21,6 +21,7 @@ from fxremat.ir import (
     Timeline,
 )
 from fxremat.report.codec import (
+    OMITTED,
     Checked,
     FormatError,
     decode,
@@ -30,7 +31,7 @@ from fxremat.report.codec import (
     unpack,
     write_made,
 )
-from fxremat.report.facts import CrossCheck, Fused
+from fxremat.report.facts import CrossCheck, Decided, Fused
 from fxremat.report.frontier import Frontier
 from fxremat.report.memory import Outline, StepMemory
 from fxremat.report.modules import span
@@ -154,6 +155,7 @@ class Plan(Shown, Checked):
         measured_peak_bytes: the peak of the latest step that followed the plan and was watched,
             counted as ``predicted_held_bytes`` is; ``None``: none was.
         cross_check: how far CP-SAT is from the plan; ``None`` where nobody asked for it.
+        decided: operations of which the planner did not decide whether their results are kept.
         forms_left: so many forms of the step, in smaller parts, were not looked at, as
             ``compile(effort=...)`` was spent.
     """
@@ -196,6 +198,7 @@ class Plan(Shown, Checked):
     measured_peak_bytes: int | None = field(default=None, compare=False)
     cross_check: CrossCheck | None = field(default=None, compare=False)
     forms_left: int = 0
+    decided: tuple[Decided, ...] = field(default=(), metadata={OMITTED: True})
 
     @property
     def actions(self) -> Schedule:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from fxremat.ir import Backward, Compute, Copy, Forward, Keep, Lane
+from fxremat.report.facts import Decided
 from fxremat.report.modules import blocks_of, common_module, named, pattern_of, span
 from fxremat.report.plan import Plan
 from fxremat.units import format_bytes, format_seconds
@@ -17,6 +18,9 @@ LONGEST_PATTERN = 32
 
 MOST_ROWS = 40
 """Rows of a table that a person reads; where there would be more, each block is one."""
+
+MOST_NAMES = 2
+"""Operations that are named in a row of a table."""
 
 PARTS = 4
 """Shares of a block that is kept are alike if they round to the same quarter."""
@@ -60,6 +64,7 @@ class StageReport:
         runs: its forwards, in order.
         executed: False where the emitted graphs run nothing of it, forward or backward: it
             may stand for the turn.
+        decided: operations of which the planner did not decide.
     """
 
     index: int
@@ -73,6 +78,7 @@ class StageReport:
     rebuilt_s: float
     runs: tuple[Run, ...]
     executed: bool
+    decided: tuple[Decided, ...] = ()
 
     @property
     def freed_bytes(self) -> int:
@@ -134,6 +140,7 @@ def report_stages(plan: Plan) -> tuple[StageReport, ...]:
                 rebuilt_s=rebuilt_s if rebuilt_s > 1e-9 else 0.0,  # less is a rounding error
                 runs=tuple(runs[index]),
                 executed=index in backward_s or any(run.executed for run in runs[index]),
+                decided=tuple(own for own in plan.decided if own.stage == index),
             )
         )
     return tuple(reports)
@@ -259,6 +266,28 @@ def explain(*stages: StageReport) -> str:
     return (
         f"frees {format_bytes(freed)}, {cost}" if freed else f"on the way to later stages, {cost}"
     )
+
+
+def deciders(*stages: StageReport) -> str:
+    """Return who decided what becomes of results of stages, and of which: ``"planner"``, or more.
+
+    Where an operation is not named, the planner decided.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for own in (each for stage in stages for each in stage.decided):
+        found.setdefault(own.by, {}).setdefault(own.answer, []).append(own.operation)
+    return (
+        "; ".join(
+            f"{by}: " + ", ".join(f"{answer} {_listed(names)}" for answer, names in answers.items())
+            for by, answers in found.items()
+        )
+        or "planner"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return a few names, or how many there are."""
+    return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} operations"
 
 
 @dataclass(frozen=True, slots=True)

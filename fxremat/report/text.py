@@ -8,14 +8,14 @@ from fxremat.console import SIMPLE_HEAD, Group, Table, Text, show
 from fxremat.report.facts import Fused
 from fxremat.report.modules import BETWEEN
 from fxremat.report.plan import AnyPlan, Plan, StepPlan
-from fxremat.report.stages import describe, executed_stages, explain, group_alike
+from fxremat.report.stages import deciders, describe, executed_stages, explain, group_alike
 from fxremat.report.summary import RegionGroup, group_regions, summarize
 from fxremat.units import format_bytes, format_seconds
 
 WIDTH = 100
 """Columns where the output is no terminal, which would have a width of its own."""
 
-MODULE_WIDTH, UNIT_WIDTH, COVERS_WIDTH, PLAN_WIDTH = 30, 50, 18, 18
+MODULE_WIDTH, UNIT_WIDTH, COVERS_WIDTH, PLAN_WIDTH, DECIDED_WIDTH = 30, 50, 18, 18, 26
 
 STAGES_LEGEND = (
     "forward, saved, frees and costs are of all stages of a row; saved: what they hand on and "
@@ -62,6 +62,8 @@ def _stages(plan: Plan) -> Table:
     for name in ("forward", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("what happens to it, and why")
+    if plan.decided:
+        table.add_column("decided by", max_width=DECIDED_WIDTH)
     for group in group_alike(executed_stages(plan), modules):
         table.add_row(
             group.label,
@@ -69,6 +71,7 @@ def _stages(plan: Plan) -> Table:
             format_seconds(sum(stage.forward_s for stage in group.stages)),
             format_bytes(sum(stage.saved_bytes for stage in group.stages)),
             f"{describe(*group.stages)}: {explain(*group.stages)}",
+            *([Text(deciders(*group.stages))] if plan.decided else []),
         )
     return table
 

@@ -98,6 +98,7 @@ def graph_without_data(
             exact=options.exact,
             split=options.split is True,  # what keeps bits is measured where the step runs
             effort=options.effort,
+            policy=options.policy,
             allocator=AllocatorSettings() if device.type == "cuda" else None,
         ),
         places=places,
@@ -105,6 +106,8 @@ def graph_without_data(
         costs=asked.known.measured if asked.known else None,
         target=asked.device,
         model=type(model).__name__,
+        policy=options.policy,
+        travels=options.host is not None,
     )
     existing = captured.gradients if options.accumulate else frozenset()
     context = StepContext(graph.sizes.hints, existing, existing)

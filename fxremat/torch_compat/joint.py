@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -103,6 +104,38 @@ def sequence_number(node: fx.Node) -> int | None:
     """Return autograd's sequence number; a backward node has that of its forward operation."""
     number = node.meta.get("seq_nr")
     return number if isinstance(number, int) else None
+
+
+_TAGS: dict[str, Literal["keep", "recompute", "offload"]] = {
+    "MUST_SAVE": "keep",
+    "MUST_RECOMPUTE": "recompute",
+    "MUST_CPU_OFFLOAD": "offload",
+}
+"""Names of ``torch.utils.checkpoint.CheckpointPolicy`` that are no hints, and what they ask for."""
+
+
+def checkpoint_tag(node: fx.Node) -> Literal["keep", "recompute", "offload"] | None:
+    """Return what selective activation checkpointing asks for of ``node``'s results.
+
+    ``None``: nothing, or only a hint.
+    """
+    return _TAGS.get(getattr(node.meta.get("recompute"), "name", ""))
+
+
+_ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
+"""How Dynamo names the captured module itself, or the functions that call it."""
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the path of the module that runs an operation, or the one that it differentiates.
+
+    It is empty where the graph does not have it.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    return _ROOT.sub("", str(path))
 
 
 def is_tangent(node: fx.Node) -> bool:

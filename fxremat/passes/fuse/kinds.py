@@ -10,6 +10,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint.constraints import may_run_again
 from fxremat.passes.joint.graph import JointGraph, is_getitem, is_tensor, tensors_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -92,6 +93,7 @@ def _kind(node: fx.Node, joint: JointGraph, earlier: Kinds) -> Kind:
     if not isinstance(target, torch._ops.OpOverload):
         return Kind.ALONE
     kept = rng.is_state(node) or joint.is_old_value(node)  # it cannot be recomputed
+    kept = kept or not may_run_again(node)  # nor may a unit that computes other values as well
     random = rng.is_draw(node) or torch.Tag.nondeterministic_seeded in target.tags
     tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
     plain = all(t.dtype in DTYPES and t.device == joint.device for t in tensors)

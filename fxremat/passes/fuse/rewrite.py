@@ -22,6 +22,7 @@ from fxremat.passes.fuse.groups import group, spans_of
 from fxremat.passes.fuse.kinds import Kind, Kinds, Part, bases, kinds_of, parts_of
 from fxremat.passes.fuse.unit import Units
 from fxremat.passes.joint import rng
+from fxremat.passes.joint.constraints import CONSTRAINT
 from fxremat.passes.joint.graph import add_call, is_tensor
 from fxremat.passes.joint.sizes import LAYOUTS, Size, difference, layouts_of
 from fxremat.passes.stages.linearize import Line
@@ -273,11 +274,11 @@ class _Writer:
         return made
 
 
-_PER_TENSOR = ("val", LAYOUTS, "tensor_meta", "desc", "seq_nr")
+_PER_TENSOR = ("val", LAYOUTS, CONSTRAINT, "tensor_meta", "desc", "seq_nr")
 
 
 def _tensor_meta(node: fx.Node) -> dict[str, Any]:
-    return {k: node.meta[k] for k in ("val", LAYOUTS) if k in node.meta}
+    return {k: node.meta[k] for k in ("val", LAYOUTS, CONSTRAINT) if k in node.meta}
 
 
 def _graph_of(

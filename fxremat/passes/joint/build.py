@@ -12,6 +12,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError, SizesError
 from fxremat.passes.joint import batchnorm, masks, rng, user_kernels
+from fxremat.passes.joint.constraints import constraint_of
 from fxremat.passes.joint.graph import (
     JointGraph,
     build_storage_table,
@@ -228,7 +229,9 @@ def _merge_duplicates(joint: JointGraph, *, shared: bool) -> None:
         if torch_compat.draws_random_numbers(node) or batchnorm.updates_statistics(node):
             continue
         # As they are written, so that 1, 1.0 and True, or 0.0 and -0.0, differ.
-        first = first_of.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+        call = node.target, repr(node.args), repr(node.kwargs)
+        decided = constraint_of(node)
+        first = first_of.setdefault((call, decided and decided.answer), node)
         if first is node:
             continue
         storages = frozenset(table.of_node[first]) - given

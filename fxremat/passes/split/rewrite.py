@@ -13,6 +13,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.build import rebuilt
+from fxremat.passes.joint.constraints import CONSTRAINT
 from fxremat.passes.joint.graph import JointGraph, is_tensor, operation_of, values_of
 from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of
 from fxremat.passes.split.beside import gather_gradients
@@ -148,6 +149,10 @@ def _single_operation(
     return parts, [n.meta["val"] for n in sources]
 
 
+_OF_ONE = ("val", LAYOUTS, CONSTRAINT)
+"""Metadata of a single result of a run."""
+
+
 class _Writer:
     def __init__(self, joint: JointGraph, runs: Sequence[SizedRun], *, exact: bool) -> None:
         self._joint, self._exact = joint, exact
@@ -226,10 +231,10 @@ class _Writer:
         made = self._graph.call_function(parts, args)  # type: ignore[arg-type]
         results = [value for _, value, _ in results_of_run(run)]
         made.meta = {
-            k: v for k, v in results[-1].meta.items() if k not in ("val", LAYOUTS, "tensor_meta")
+            k: v for k, v in results[-1].meta.items() if k not in (*_OF_ONE, "tensor_meta")
         }
         if len(results) == 1:
-            made.meta |= {k: results[0].meta[k] for k in ("val", LAYOUTS) if k in results[0].meta}
+            made.meta |= {k: results[0].meta[k] for k in _OF_ONE if k in results[0].meta}
             self._values[results[0]] = made
             return
         made.meta["val"] = tuple(value.meta["val"] for value in results)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.passes.joint.constraints import may_run_again
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import (
     JointGraph,
@@ -233,7 +234,7 @@ class _Finder:
         return self._large[node]
 
     def _all_ways(self, node: fx.Node, counted: _RowCount) -> tuple[Way, ...]:
-        if len(node.all_input_nodes) > self._most_operations:
+        if len(node.all_input_nodes) > self._most_operations or not may_run_again(node):
             return ()
         if node not in counted.ways:
             counted.ways[node] = tuple(

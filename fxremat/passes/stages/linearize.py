@@ -12,10 +12,14 @@ from torch import fx
 
 from fxremat.effort import Effort
 from fxremat.passes.joint import batchnorm, rng, user_kernels
+from fxremat.passes.joint.constraints import constrained_storages
 from fxremat.passes.joint.graph import JointGraph, is_tensor
 from fxremat.passes.stages.branches import find_branches, is_apart, place_backward
 from fxremat.passes.stages.cuts import Crossing, cut_segments
 from fxremat.passes.stages.position import Positions, Segments, locate
+
+UNCUT_BYTES = 1 << 62
+"""Added to what crosses a cut that would hold what no plan may hold there: none is dearer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class Line:
         sums: backward nodes that read gradients of several branches, and the stages whose
             backwards give these. Each is among the backward of the lowest of them, and
             runs with whichever of them is the last in a schedule.
+        unsaved: storages that no plan holds from forward to backward. They cross no cut.
+        offloaded: storages that are in host memory meanwhile in every plan. They are pinned.
     """
 
     joint: JointGraph
@@ -80,6 +86,8 @@ class Line:
     segments: Segments = field(default_factory=Segments)
     drawing: tuple[int, ...] = ()
     sums: Mapping[fx.Node, frozenset[int]] = field(default_factory=dict)
+    unsaved: frozenset[int] = frozenset()
+    offloaded: frozenset[int] = frozenset()
 
     @property
     def branch_ends(self) -> tuple[int, ...]:
@@ -123,7 +131,8 @@ def linearize(joint: JointGraph, effort: Effort) -> Line:
         saved set, input and pinned tensors hold all forward values that it reads; none
         reads a backward node of a lower stage, and none but sums one of another branch.
         Where the loss is outside, nothing crosses the cut before the last stage but what is
-        pinned, so a schedule may hold any part of the other stages at the turn.
+        pinned, so a schedule may hold any part of the other stages at the turn. What a
+        constraint keeps is pinned; what one has computed again is read in its own stage only.
     """
     views = _views_of_given(joint)
     positions = locate(joint, views=views)
@@ -142,23 +151,36 @@ def linearize(joint: JointGraph, effort: Effort) -> Line:
             continue
         own_lives = _storage_lives(ordered, placed)
         kept = _choose_pinned(ordered, placed, own_lives, effort)
-        if is_apart(ordered, placed, kept):
+        unsaved = constrained_storages(joint, "recompute") - kept
+        is_whole = not any(_crosses(own_lives[s], placed.segments) for s in unsaved)
+        if is_whole and is_apart(ordered, placed, kept):
             joint, positions, lives, pinned = ordered, placed, own_lives, kept
             break
     crossing = _crossing(joint, positions, lives, pinned)
     cuts = cut_segments(crossing, positions.segments.ends, effort.most_stages)
+    cuts = [cut for cut in cuts if crossing.weights[cut] < UNCUT_BYTES]
     return _assemble(joint, positions, pinned, views, cuts)
 
 
 def _storage_lives(joint: JointGraph, positions: Positions) -> Lives:
-    """Lives of the storages that forward operations allocate."""
+    """Return the lives of the storages that forward operations allocate.
+
+    What is computed again lives from its first reader on: a backward may stand before it.
+    """
     lives: Lives = {}
-    table = joint.storages
+    table, again = joint.storages, constrained_storages(joint, "recompute")
     for storage in table.of(positions.forward) - table.of(joint.given):
         birth = positions.forward[table.owner[storage]]
-        reads = (positions.of(reader) for reader in table.readers[storage])
-        lives[storage] = range(birth, max((at for at in reads if at is not None), default=birth))
+        found = (positions.of(reader) for reader in table.readers[storage])
+        reads = [at for at in found if at is not None]
+        begin = min((birth, *reads)) if storage in again else birth
+        lives[storage] = range(begin, max(reads, default=birth))
     return lives
+
+
+def _crosses(life: range, segments: Segments) -> bool:
+    """Return whether a life goes from one segment into another."""
+    return segments.at(life.start) != segments.at(life.stop)
 
 
 def _choose_pinned(
@@ -166,19 +188,23 @@ def _choose_pinned(
 ) -> frozenset[int]:
     """Storages to keep for the whole step.
 
-    Outputs; what cannot be computed again; what a backward reads from a later stage; and
-    what is small but would cross many cuts.
+    Outputs; what cannot be computed again, or by a constraint is not to be; what a backward reads
+    from a later stage; and what is small but would cross many cuts.
     """
     pinned = set(joint.storages.of(joint.results))
+    pinned |= constrained_storages(joint, "keep", "offload")
+    again = constrained_storages(joint, "recompute")
     for node, position in positions.forward.items():
         late = any(positions.backward.get(user, position) < position for user in node.users)
+        late = late and again.isdisjoint(joint.storages.of_node[node])
         once = joint.is_old_value(node) or rng.is_state(node) or batchnorm.is_new_statistic(node)
         if late or once or user_kernels.runs_once(node):
             pinned.update(joint.storages.of_node[node])
     small_bytes = int(effort.pin_share * joint.storages.total(joint.saved))
     long_life = max(effort.long_life, positions.count // effort.long_share)
     for storage, life in lives.items():
-        if joint.storages.nbytes[storage] <= small_bytes and len(life) > long_life:
+        is_small = joint.storages.nbytes[storage] <= small_bytes
+        if is_small and len(life) > long_life and storage not in again:
             pinned.add(storage)
     return frozenset(pinned)
 
@@ -188,16 +214,18 @@ def _crossing(
 ) -> Crossing:
     count = positions.count
     change, reach, saved_bytes = [0] * (count + 1), [0] * count, [0] * count
+    again = constrained_storages(joint, "recompute")
     for storage, life in lives.items():
         if storage in pinned:
             continue
         nbytes, saved = joint.storages.nbytes[storage], storage in joint.saved
+        nbytes += UNCUT_BYTES if storage in again else 0
         for span in _spans(life, positions.segments):
             change[span.start] += nbytes * (1 if saved else 2)
             change[span.stop] -= nbytes * (1 if saved else 2)
             for position in span:
                 reach[position] = max(reach[position], span.stop)
-        saved_bytes[life.start] += nbytes * saved
+        saved_bytes[life.start] += joint.storages.nbytes[storage] * saved
     return Crossing(tuple(accumulate(change[:count])), tuple(reach), tuple(saved_bytes))
 
 
@@ -260,6 +288,7 @@ def _assemble(
         for i in range(count)
     )
     ends = tuple(bisect_left(cuts, end) for end in where.segments.ends)
+    unsaved = constrained_storages(joint, "recompute") - pinned
     return Line(
         joint,
         (*stages, *_turn_of(joint, stages)),
@@ -271,6 +300,8 @@ def _assemble(
         segments=replace(where.segments, ends=ends),
         drawing=tuple(i for i, own in enumerate(forward) if any(map(rng.draws, own))),
         sums=_stages_of_sums(joint, where, stage_of),
+        unsaved=unsaved,
+        offloaded=constrained_storages(joint, "offload") - joint.storages.of(joint.results),
     )
 
 

@@ -31,21 +31,29 @@ class Movable:
     Attributes:
         evaluation: the evaluation with everything on the device.
         lives: the storages, the one that is read again last first, small ones after all others.
+        forced: those of them that are away whatever the budget.
     """
 
     evaluation: Evaluation
     lives: tuple[AcrossTurn, ...]
+    forced: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(evaluation: Evaluation, fixed: frozenset[int], small_share: float) -> Movable:
+    def of(
+        evaluation: Evaluation,
+        fixed: frozenset[int],
+        small_share: float,
+        forced: frozenset[int] = frozenset(),
+    ) -> Movable:
         """Return the storages that cross the loss point in ``evaluation`` and are not ``fixed``.
 
-        Storages up to ``small_share`` of all these bytes travel only if larger ones are not enough.
+        Storages up to ``small_share`` of all these bytes travel only if larger ones are not enough;
+        those that are ``forced`` travel in any case.
         """
         lives = [life for life in evaluation.lives if life.storage not in fixed]
         small_bytes = small_share * sum(life.nbytes for life in lives)
         lives.sort(key=lambda x: (x.nbytes <= small_bytes, -x.next, x.last, x.storage))
-        return Movable(evaluation, tuple(lives))
+        return Movable(evaluation, tuple(lives), forced)
 
     @property
     def least_bytes(self) -> int:
@@ -63,7 +71,8 @@ class Movable:
             budget_bytes: limit on the peak.
             host_bytes: limit on host memory; ``None``: no limit.
 
-        Ensures: no storage travels that need not, and none is away longer than necessary.
+        Ensures: no storage is away that does not have to be, or is ``forced``, and none longer than
+            that.
         """
         away = self._away(budget_bytes)
         if away is None:
@@ -96,7 +105,8 @@ class Movable:
         """
         if self.evaluation.end_bytes > budget_bytes:
             return None
-        away: dict[int, tuple[int, int]] = {}
+        turn = self.evaluation.turn
+        away = {i: (turn, turn) for i, own in enumerate(self.lives) if own.storage in self.forced}
         instants: list[tuple[int, int | None]] = [(self.evaluation.turn_bytes, None)]
         instants.extend((nbytes, i) for i, nbytes in enumerate(self.evaluation.peaks_bytes))
         for nbytes, call in sorted(instants, key=lambda x: -x[0]):

@@ -47,11 +47,18 @@ class Numbers:
         nbytes: size of each storage.
         operations: operations in order.
         required: mask of the storages that the backward reads.
+        never: mask of the storages that are never kept.
     """
 
     nbytes: tuple[int, ...]
     operations: tuple[Operation, ...]
     required: int
+    never: int = 0
+
+    @property
+    def whole(self) -> int:
+        """What is kept where everything is kept that may be."""
+        return self.required & ~self.never
 
     def seconds(self, kept: int) -> float:
         """Return the seconds to rebuild all that the backward reads if ``kept`` is kept."""
@@ -87,6 +94,11 @@ class StageParts:
     def recompute_s(self, kept: int) -> float:
         """Return the seconds to rebuild what is not in the mask ``kept``."""
         return self.charges.of_rebuild * self.numbers.seconds(kept)
+
+    @property
+    def forced_s(self) -> float:
+        """Seconds of rebuilding what is not kept in any case."""
+        return self.recompute_s(self.numbers.whole) if self.numbers.never else 0.0
 
     def missing(self, kept: int) -> frozenset[fx.Node]:
         """Return the tensors in storages that are not in the mask ``kept``."""
@@ -129,11 +141,27 @@ class Options:
                 kept.pop(op.stage, None)
                 if op.option:
                     kept[op.stage] = self.masks[op.stage][op.option - 1]
+                elif self.parts[op.stage].numbers.never:
+                    kept[op.stage] = self.parts[op.stage].numbers.whole
         return kept
 
     def missing(self, kept: Kept) -> dict[int, frozenset[fx.Node]]:
         """Return, for each stage in ``kept``, the tensors that its backward has to rebuild."""
         return {stage: self.parts[stage].missing(mask) for stage, mask in kept.items()}
+
+    def rebuilt(self) -> list[list[frozenset[fx.Node]]]:
+        """Return for each stage what its backward rebuilds: with everything kept, by each option.
+
+        With everything kept it rebuilds what is not kept in any case.
+        """
+        whole = (
+            parts.missing(~parts.numbers.never) if parts.numbers.never else frozenset[fx.Node]()
+            for parts in self.parts
+        )
+        return [
+            [own, *map(parts.missing, masks)]
+            for own, parts, masks in zip(whole, self.parts, self.masks, strict=True)
+        ]
 
 
 def find_options(
@@ -204,6 +232,7 @@ def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
         tuple(table.nbytes[s] for s in bits),
         tuple(operations),
         mask(n for n in line.stages[index].saved),
+        sum(1 << bit for storage, bit in bits.items() if storage in line.unsaved),
     )
     charges = Charges.of(measured, index)
     return StageParts(numbers, tuple(bits), tuple(map(tuple, nodes)), charges)
@@ -222,14 +251,15 @@ def search(numbers: Numbers, effort: Effort) -> list[int]:
 
 def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
     """Return the masks that no other beats and that keep less than everything, most bytes first."""
-    scored = sorted((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks)
+    allowed = dict.fromkeys(m & ~numbers.never for m in masks) if numbers.never else masks
+    scored = sorted((numbers.kept_bytes(m), numbers.seconds(m), m) for m in allowed)
     best_s, front = float("inf"), []
     for _, seconds, mask in scored:
         if seconds < best_s:
             best_s = seconds
             front.append(mask)
     front.reverse()
-    whole = numbers.kept_bytes(numbers.required)
+    whole = numbers.kept_bytes(numbers.whole)
     return [mask for mask in front if numbers.kept_bytes(mask) < whole]
 
 
@@ -242,8 +272,8 @@ def greedy_masks(numbers: Numbers, effort: Effort) -> list[int]:
     they come first. That changes nothing where the loss of a storage never decreases as more is
     removed, and its gain never increases as more is added.
     """
-    whole, free = numbers.kept_bytes(numbers.required), _without_bytes(numbers)
-    thinned = _thinned(numbers, numbers.required | free)
+    whole, free = numbers.kept_bytes(numbers.whole), _without_bytes(numbers)
+    thinned = _thinned(numbers, numbers.whole | free)
     masks = [free, *thinned]
     count = effort.save_options
     for share in range(1, count + 1):
@@ -307,7 +337,7 @@ def fastest_within(numbers: Numbers, limit_bytes: int, effort: Effort) -> int:
 
 def _by_cpsat(numbers: Numbers, effort: Effort, cp_model: ModuleType) -> list[int]:
     """Return the fastest mask within each of several limits, each a share of all bytes."""
-    whole = numbers.kept_bytes(numbers.required)
+    whole = numbers.kept_bytes(numbers.whole)
     masks = [_without_bytes(numbers)]
     count, work = effort.save_options, effort.solve_work
     for share in range(1, count + 1):
@@ -334,6 +364,8 @@ def _exact_within(
     }
     for i in _set_bits(numbers.required):
         model.add_bool_or(kept[i], maker[i])
+    for i in _set_bits(numbers.never):
+        model.add(kept[i] == 0)
     for operation, run in zip(numbers.operations, runs, strict=True):
         for i in _set_bits(operation.reads):
             model.add_bool_or(kept[i], maker[i], run.Not())
@@ -361,7 +393,7 @@ def _set_bits(mask: int) -> list[int]:
 def _prune(numbers: Numbers, masks: Sequence[int], effort: Effort) -> tuple[int, ...]:
     """Remove masks that add least area to the curve until ``Effort.save_options`` are left."""
     points = [
-        (numbers.kept_bytes(numbers.required), 0.0, -1),
+        (numbers.kept_bytes(numbers.whole), numbers.seconds(numbers.whole), -1),
         *((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks),
     ]
     while len(points) > effort.save_options + 1:

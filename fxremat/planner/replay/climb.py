@@ -108,6 +108,8 @@ def _weigh(
     for group in range(at.forward_count - 1, -1, -1):
         if data[at.parent + group] == _UNSET or seconds[at.gained_s + group] <= 0.0:
             continue
+        if _is_unheld(data, at, group):
+            continue
         made, more = _results(data, at, group)
         if made:
             groups[count], nbytes[count] = group, more
@@ -115,6 +117,15 @@ def _weigh(
             worth[count] = seconds[at.gained_s + group] / max(more, 1)
             count += 1
     return count
+
+
+@njit(inline="always")
+def _is_unheld(data: Ints, at: At, group: int) -> bool:
+    """Return whether a constraint forbids to hold results of ``group``."""
+    found = False
+    for i in range(data[at.members + group], data[at.members + group + 1]):
+        found = found or data[at.unheld + data[i]] == 1
+    return found
 
 
 @njit(inline="always")

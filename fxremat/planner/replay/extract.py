@@ -190,8 +190,8 @@ def block_of(data: Ints, at: At, held: Flags, stage: int, mode: int, option: int
             two ^= data[at.random + at.width + node]
     if mode == AGAIN and asked == 0:
         return NOTHING_ASKED
-    row = data[at.option + stage] + option - 1
-    rebuilds = mode == BACK and option > 0 and data[at.missing + row] < data[at.missing + row + 1]
+    row = data[at.option + stage] + option
+    rebuilds = mode == BACK and data[at.missing + row] < data[at.missing + row + 1]
     if rebuilds:
         one ^= mixed(option, 3)
         two ^= mixed(option, 4)

@@ -86,7 +86,7 @@ def numbering(line: Line) -> dict[fx.Node, int]:
 
 
 Rebuilt = Sequence[Sequence[Set[fx.Node]]]
-"""For each stage and each of its save options, the tensors that its backward recomputes."""
+"""For each stage tensors that its backward recomputes: with everything kept, and by save option."""
 
 
 def arrays_of(
@@ -192,7 +192,8 @@ def _put_operations(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> 
     ``group`` is the first operation of its stage whose result it is a value or a view of, or
     itself; ``members`` lists operations by group; ``makes`` lists storages that it allocates;
     ``always_held`` says of each storage whether every schedule holds it across the loss point.
-    Storages that are held throughout the step are left out.
+    ``unheld`` says of each operation whether a
+    plan may not hold what it makes. Storages that are held throughout the step are left out.
     """
     joint, table = line.joint, line.joint.storages
     given = table.of(joint.given)
@@ -224,6 +225,7 @@ def _put_operations(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> 
     layout.put(
         stage=(line.stage_of[n] for n in nodes),
         group=groups,
+        unheld=(not line.unsaved.isdisjoint(makes[i]) for i in range(len(nodes))),
         always_held=(s in given or s in outputs for s in range(len(table.nbytes))),
     )
     layout.put_lists(users=users, members=members, makes=map(list, makes))

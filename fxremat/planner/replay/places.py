@@ -63,7 +63,8 @@ class At:
         inverses: lists, for each stage: operations that are part of its measured first forward but
             seldom run in it.
         option: ``L``, the first of each stage's lists in ``missing``.
-        missing: lists, for each save option: tensors that the stage's backward recomputes.
+        missing: lists, with everything kept and for each save option: tensors that the stage's
+            backward recomputes.
         later, returned: lists, what is read after the backward, and after the forward.
         sum_count, sums, sum_stages, sum_home: the nodes that add up gradients of several branches:
             their number, the nodes, lists of the stages that they wait for, and the stage that each
@@ -83,7 +84,7 @@ class At:
         sum_at, unusual, sum_hash: the stage with whose backward each sum runs; whether a backward
             runs other sums than on the line; a hash of its sums.
         held_hash: ``2 L``, a hash of what each stage holds.
-        stage, users, group, members, makes, always_held: see :func:`_put_operations`.
+        stage, users, group, members, makes, always_held, unheld: see :func:`_put_operations`.
         ran, direct, again_s, parent, depth, freed, gained_s, crosses, dominator, stays, begin,
             room: working memory of ``planner.climb``; ``marks`` and ``marked`` are its marks.
         block_key, block_at: hash table of blocks.

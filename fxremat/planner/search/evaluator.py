@@ -75,12 +75,8 @@ class Evaluator:
     ) -> Evaluator:
         """Return the evaluator of a measured line."""
         number = numbering(measured.line)
-        rebuilt = [
-            [parts.missing(mask) for mask in masks]
-            for parts, masks in zip(options.parts, options.masks, strict=True)
-        ]
         numbers = SizedNumbers.of(measured, options, number)
-        room = arrays_of(measured.line, number, rebuilt, numbers)
+        room = arrays_of(measured.line, number, options.rebuilt(), numbers)
         return Evaluator(measured.line, blocks, options, context_bytes, numbers, room)
 
     def within(self, context_bytes: ContextBytes) -> Evaluator:
@@ -315,7 +311,7 @@ def carried_out(line: Line, blocks: BlockCache, schedule: Schedule, decision: De
     missing = dict(decision.missing)
     most = max((op.option for op in schedule if isinstance(op, Forward)), default=0)
     rebuilt = [
-        [frozenset(nodes[i] for i in missing.get(stage, ()))] * most
+        [frozenset(nodes[i] for i in missing.get(stage, ()))] * (most + 1)
         for stage in range(len(line.stages))
     ]
     arrays = arrays_of(line, number, rebuilt, SizedNumbers.nothing(line, number))

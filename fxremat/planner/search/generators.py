@@ -50,11 +50,13 @@ def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) 
         return tuple(number[s] for s in sorted(table.of(nodes)) if s in number)
 
     kinds: dict[object, int] = {}
+    unsaved = {number[s] for s in line.unsaved if s in number}
     stages = []
     for index, stage in enumerate(line.stages):
         key = tuple(map(blocks.key, stage_blocks(line, blocks, index)))
         kind = kinds.setdefault(key, len(kinds))
-        stages.append(Stage(line.name_of(index), ids(stage.saved), kind))
+        saved = tuple(i for i in ids(stage.saved) if i not in unsaved)
+        stages.append(Stage(line.name_of(index), saved, kind))
     boundaries = [ids(stage.boundary) for stage in line.stages]
     storages = [Storage(table.nbytes[s], table.owner[s].name) for s in number]
     return Chain(tuple(storages), (*boundaries, ()), tuple(stages))
@@ -93,7 +95,8 @@ def build_costs(
         parts = evaluator.options.parts[index]
         for mask in evaluator.options.masks[index] if options else ():
             kept = tuple(number[s] for s in parts.kept_storages(mask))
-            save_options.append(stage.option(len(save_options) + 1, kept, parts.recompute_s(mask)))
+            more_s = parts.recompute_s(mask) - parts.forced_s
+            save_options.append(stage.option(len(save_options) + 1, kept, more_s))
         stages.append(stage.costs(gradients[index], tuple(save_options)))
     fixed_bytes = evaluator.context_bytes.given_bytes + _pinned_bytes(line)
     return Costs(tuple(stages), fixed_bytes)
@@ -119,7 +122,7 @@ class _Stage:
         last = index == len(chain) - 1
         return StageCosts(
             forward_s=seconds.forward_s,
-            backward_s=seconds.backward_s,
+            backward_s=seconds.backward_s + self.evaluator.options.parts[index].forced_s,
             rebuild_s=seconds.rebuild_s,
             gradient_bytes=0 if last else max(0, gradient_bytes),
             forward_extra_bytes=self._forward_extra(passed_on, new_boundary),

@@ -175,7 +175,8 @@ class Search:
         line = self.measured.line
         joint, table = line.joint, line.joint.storages
         returned = (*joint.results, *joint.gradients)
-        fixed = table.of((*joint.given, *joint.tangents, *line.pinned, *returned))
+        fixed = table.of((*joint.given, *joint.tangents, *line.pinned)) - line.offloaded
+        fixed |= table.of(returned)
         device = self.setting.context_bytes.device
         elsewhere = (n for n in joint.forward if any(t.device != device for t in tensors_of(n)))
         return fixed | table.of(elsewhere) | self.measured.displaced
@@ -256,13 +257,22 @@ class Search:
 
         No schedule of these stages takes less. The function holds no references to candidates.
         """
-        return partial(_bound_s, self.relaxation, self.baseline.total_s, budget_bytes)
+        forced_s = sum(parts.forced_s for parts in self.evaluator.options.parts)
+        return partial(_bound_s, self.relaxation, self.baseline.total_s, forced_s, budget_bytes)
 
 
 def _bound_s(
-    relaxation: Callable[[], Relaxation] | None, baseline_s: float, budget_bytes: int
+    relaxation: Callable[[], Relaxation] | None,
+    baseline_s: float,
+    forced_s: float,
+    budget_bytes: int,
 ) -> float:
-    return baseline_s + (relaxation().least_s(budget_bytes) if relaxation else 0.0)
+    """Return a lower bound of a step's seconds.
+
+    The baseline spends ``forced_s`` on recomputation, as every schedule does.
+    """
+    least_s = relaxation().least_s(budget_bytes) if relaxation else 0.0
+    return baseline_s + max(0.0, least_s - forced_s)
 
 
 @dataclass(frozen=True, slots=True)

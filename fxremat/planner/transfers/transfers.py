@@ -97,12 +97,14 @@ class Transfers:
         most, small = search.effort.base_candidates, search.effort.small_share
         pools = (search.pool, *search.alone)
         candidates = (search.baseline,) if host.only else bases.of_pools(pools, most)
-        immovable = search.immovable
+        immovable, forced = search.immovable, search.measured.line.offloaded
         if host.conv:
             joint = search.measured.line.joint
-            immovable |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint)
+            immovable |= frozenset(range(len(joint.storages.nbytes))) - conv_inputs(joint) - forced
         evaluations = map(search.evaluator.evaluation, candidates)
-        movable = tuple(Movable.of(evaluation, immovable, small) for evaluation in evaluations)
+        movable = tuple(
+            Movable.of(evaluation, immovable, small, forced) for evaluation in evaluations
+        )
         return Transfers(search, host, link, immovable, movable, candidates)
 
     @property
@@ -134,7 +136,8 @@ class Transfers:
         grades = self.search.effort.grades
         for candidate in candidates:
             base = self._movable(candidate)
-            yield candidate
+            if not self._line.offloaded:
+                yield candidate
             most, least = base.evaluation.peak_bytes, base.least_bytes
             before: tuple[Move, ...] = ()
             for grade in range(1, grades + 1):
@@ -158,7 +161,8 @@ class Transfers:
 
     def _movable(self, candidate: Candidate) -> Movable:
         evaluation = self.search.evaluator.evaluation(candidate)
-        return Movable.of(evaluation, self.immovable, self.search.effort.small_share)
+        small_share = self.search.effort.small_share
+        return Movable.of(evaluation, self.immovable, small_share, self._line.offloaded)
 
     def _least(self) -> tuple[int, Candidate]:
         """Return the least feasible budget, and a candidate that meets it."""
@@ -317,7 +321,7 @@ class Transfers:
 
     def _without_moves(self, budget_bytes: int) -> Candidate | None:
         """Return the fastest candidate that fits without transfers, whether or not it is a base."""
-        if self.host.only or budget_bytes < self.search.least_bytes:
+        if self.host.only or self._line.offloaded or budget_bytes < self.search.least_bytes:
             return None
         return self.search.fastest_within(budget_bytes)
 

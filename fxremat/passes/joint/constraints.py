@@ -1,0 +1,208 @@
+"""Constraints on what a plan does with the results of single operations: a policy's, or a tag's.
+
+A constraint is kept with the node, in its metadata, so that passes carry it along and none needs to
+know of it. Read it with :func:`constrained_storages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.errors import ArgumentError
+from fxremat.passes.joint.graph import JointGraph, is_getitem, tensors_of, values_of
+from fxremat.passes.joint.user_kernels import runs_once
+
+Answer = Literal["keep", "recompute", "offload"]
+"""``"keep"``: results that the backward reads are saved, and never computed again; ``"recompute"``:
+they are not saved from forward to backward; ``"offload"``: they are saved in host memory."""
+
+By = Literal["policy", "tag"]
+"""Who decides: the policy that was given, or a tag of selective checkpointing in the model."""
+
+CONSTRAINT = "fxremat_constraint"
+"""The key of a node's metadata."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A forward operation, as a policy is asked about it.
+
+    Attributes:
+        name: its name in the captured graph, such as ``"addmm_3"``.
+        target: the operator, such as ``torch.ops.aten.addmm.default``. Under
+            ``executor="inductor"`` operators are decomposed as Inductor decomposes them.
+        module: the path of the module that runs it, such as ``"layers.0.mlp"``; empty where the
+            graph does not have it.
+        shape, dtype: of its result, at the sizes of the capture; of the first of several.
+        nbytes: bytes of all its results, at the sizes of the capture.
+    """
+
+    name: str
+    target: Any
+    module: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+
+
+Policy = Callable[[Operation], Answer | None]
+"""Is asked once for each forward operation of a captured graph; ``None``: the planner decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What a plan has to do with the results of an operation.
+
+    Attributes:
+        answer: what it has to do.
+        by: who decides so.
+        operation: the name of the operation in the captured graph.
+    """
+
+    answer: Answer
+    by: By
+    operation: str
+
+
+def constrain(module: fx.GraphModule, policy: Policy | None, *, travels: bool) -> None:
+    """Mark the forward operations of a captured graph that a policy, or a tag, decides about.
+
+    A policy's answer goes before a tag. Operations whose results lie in the memory of what they
+    read are not asked about: nothing is saved for them.
+
+    Args:
+        module: the captured graph, at the sizes of the capture. The metadata of its nodes changes.
+        policy: is asked once for each operation; ``None``: only tags count.
+        travels: whether storages may travel to host memory.
+
+    Raises:
+        ArgumentError: the policy fails, or gives no answer; something is to be offloaded and
+            nothing ``travels``; an operation is to be recomputed that has other results then.
+    """
+    for node, made in _forward_operations(module.graph):
+        asked = _operation(node, made)
+        answer = _answer(policy, asked) if policy is not None else None
+        tag = torch_compat.checkpoint_tag(node)
+        if answer is not None:
+            found = Constraint(answer, "policy", node.name)
+        elif tag is not None:
+            found = Constraint(tag, "tag", node.name)
+        else:
+            continue
+        _check(found, asked, node, travels=travels)
+        for own in (node, *values_of(node)):
+            own.meta[CONSTRAINT] = found
+
+
+def unconstrained(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of a captured graph in which the planner decides about all operations."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.output_node().meta = dict(module.graph.output_node().meta)
+    for node in graph.nodes:
+        node.meta.pop(CONSTRAINT, None)
+    return torch_compat.graph_module(module, graph)
+
+
+def constraint_of(node: fx.Node) -> Constraint | None:
+    """Return what a plan has to do with the results of ``node``; ``None``: what it chooses."""
+    found: Constraint | None = node.meta.get(CONSTRAINT)
+    return found
+
+
+def constrained_storages(joint: JointGraph, *answers: Answer) -> frozenset[int]:
+    """Return the storages that the forward makes and that have one of these constraints."""
+    found: set[int] = set()
+    for node in joint.forward:
+        own = constraint_of(node)
+        if own is not None and own.answer in answers:
+            read = () if is_getitem(node) else node.all_input_nodes
+            found |= frozenset(joint.storages.of_node[node]) - joint.storages.of(read)
+    return frozenset(found)
+
+
+def may_run_again(node: fx.Node) -> bool:
+    """Return whether no constraint forbids to compute ``node`` a second time."""
+    found = constraint_of(node)
+    return found is None or found.answer == "recompute"
+
+
+def describe(module: fx.GraphModule) -> tuple[str, ...]:
+    """Return the constraints of a graph, for comparison with another one's."""
+    marked = ((node, constraint_of(node)) for node in module.graph.nodes if not is_getitem(node))
+    return tuple(f"{node.name} {own.answer}" for node, own in marked if own is not None)
+
+
+def _forward_operations(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[torch.Tensor]]]:
+    """Yield forward operations, and the results of each that do not lie in what it reads."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        late = torch_compat.is_backward_node(node) or not backward.isdisjoint(node.all_input_nodes)
+        if late or torch_compat.is_tangent(node):
+            backward.add(node)
+        elif node.op == "call_function" and not is_getitem(node):
+            read = {
+                torch_compat.storage_key(t) for n in node.all_input_nodes for t in tensors_of(n)
+            }
+            made = [t for t in tensors_of(node) if torch_compat.storage_key(t) not in read]
+            if made:
+                yield node, made
+
+
+def _operation(node: fx.Node, made: list[torch.Tensor]) -> Operation:
+    return Operation(
+        node.name,
+        node.target,
+        torch_compat.module_path(node),
+        tuple(int(size) for size in made[0].shape),
+        made[0].dtype,
+        sum(int(t.numel()) * t.element_size() for t in made),
+    )
+
+
+def _answer(policy: Policy, asked: Operation) -> Answer | None:
+    try:
+        found: object = policy(asked)
+    except Exception as error:
+        raise ArgumentError(
+            f"policy= fails at {_named(asked)}: {type(error).__name__}: {error}",
+            argument="policy",
+            value=policy,
+        ) from error
+    if found is not None and found not in get_args(Answer):
+        raise ArgumentError(
+            f"policy= answers {found!r} for {_named(asked)}: must be 'keep', 'recompute', "
+            "'offload', or None where the planner decides",
+            argument="policy",
+            value=found,
+        )
+    return found  # type: ignore[return-value]
+
+
+def _check(found: Constraint, asked: Operation, node: fx.Node, *, travels: bool) -> None:
+    """Raise ``ArgumentError`` where a constraint cannot be met, whatever the plan."""
+    who = "policy=" if found.by == "policy" else "a tag of selective checkpointing"
+    if found.answer == "offload" and not travels:
+        raise ArgumentError(
+            f"{who} offloads {_named(asked)}, but nothing may travel: give offload='auto'",
+            argument="policy",
+            value=found.answer,
+        )
+    if found.answer == "recompute" and runs_once(node):
+        raise ArgumentError(
+            f"{who} recomputes {_named(asked)}, a kernel of yours that may give other bits the "
+            "second time: keep it, or let the planner decide",
+            argument="policy",
+            value=found.answer,
+        )
+
+
+def _named(asked: Operation) -> str:
+    place = f" in {asked.module}" if asked.module else ""
+    return f"{asked.name} ({asked.target}){place}"
