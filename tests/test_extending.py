@@ -113,3 +113,14 @@ def test_an_own_device_is_estimated_for(shown: dict[str, Any]) -> None:
     small = shown["small"]
     found = shown["what_it_takes"](nn.Linear(64, 64), torch.randn(8, 64))
     assert found.device == small.name
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_policy_keeps_products(shown: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6))
+    model = nn.Sequential(*layers)
+    plan = fxremat.plan(
+        model, torch.randn(64, 32), "min", loss=torch.sum, policy=shown["save_products"]
+    )
+    assert plan.decided and {own.answer for own in plan.decided} == {"keep"}

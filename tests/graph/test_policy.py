@@ -1,0 +1,160 @@
+"""A policy, and tags of selective checkpointing, decide what plans do with single operations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import fxremat
+from fxremat.graph.compiled_plan import CompiledPlan
+from fxremat.passes.emit.code import Emitted
+from fxremat.report.plan import Plan
+from tests.efforts import WHOLE
+from tests.models import ZOO
+from tests.models.bits import assert_bitwise_equal
+from tests.models.reference import run_step
+from tests.trials import compiled, reference
+
+GELU, PRODUCT = torch.ops.aten.gelu.default, torch.ops.aten.addmm.default
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def answering(answer: str, *targets: Any) -> Callable[[fxremat.Operation], Any]:
+    def policy(operation: fxremat.Operation) -> Any:
+        return answer if operation.target in targets else None
+
+    return policy
+
+
+def planned(policy: Any, budget: Any = "min", **options: Any) -> Plan:
+    entry = ZOO["gpt"]
+    sample = fxremat.Sample(*entry.sample(0))
+    loss = None if entry.loss_inside else entry.loss
+    return fxremat.plan(
+        entry.build(), sample, budget, loss=loss, effort=WHOLE, policy=policy, **options
+    )
+
+
+def gelus_of(emitted: Emitted) -> int:
+    """How often an emitted function computes a GELU."""
+    stages = [own for own in emitted.body.stages.values() if isinstance(own, fx.GraphModule)]
+    return sum(node.target == GELU for stage in stages for node in stage.graph.nodes)
+
+
+def trained(policy: Any, budget: Any, **options: Any) -> CompiledPlan:
+    """A plan that was followed for one step, which has the bits of an unplanned one."""
+    model, call = compiled(
+        ZOO["gpt"], budget, input_gradients=True, effort=WHOLE, policy=policy, **options
+    )
+    result = run_step(ZOO["gpt"], model, call, input_gradients=True)
+    assert_bitwise_equal(result, reference("gpt"))
+    _, plan = call._training.latest
+    return plan
+
+
+def test_what_is_kept_is_computed_once():
+    free = trained(None, "min")
+    assert gelus_of(free.backward) > 0
+    torch._dynamo.reset()
+    kept = trained(answering("keep", GELU), "min")
+    assert gelus_of(kept.backward) == 0
+    assert kept.record.least_budget_bytes >= free.record.least_budget_bytes
+
+
+def test_what_is_recomputed_is_computed_again_where_all_would_fit():
+    full = trained(None, 1.0)
+    assert gelus_of(full.backward) == 0
+    torch._dynamo.reset()
+    again = trained(answering("recompute", GELU), 1.0)
+    assert gelus_of(again.backward) == gelus_of(full.forward) > 0
+    assert again.record.predicted_peak_bytes <= again.record.budget_bytes
+
+
+def test_what_is_offloaded_travels_where_all_would_fit():
+    plan = trained(answering("offload", GELU), 1.0, offload="auto")
+    assert plan.record.host_bytes > 0
+    torch._dynamo.reset()
+    with pytest.raises(fxremat.ArgumentError, match="offload"):
+        planned(answering("offload", GELU), 1.0)
+
+
+def test_a_policy_without_an_answer_changes_nothing():
+    free, asked = planned(None), planned(lambda _: None)
+    assert (asked.forward_code, asked.backward_code) == (free.forward_code, free.backward_code)
+    assert asked.decision == free.decision and not asked.decided
+
+
+def test_a_policy_is_asked_once_an_operation_and_knows_its_module():
+    asked: list[fxremat.Operation] = []
+    planned(asked.append, 1.0)
+    assert len({operation.name for operation in asked}) == len(asked) > 10
+    products = [operation for operation in asked if operation.target is PRODUCT]
+    assert products and all(operation.module for operation in products)
+    assert all(operation.nbytes > 0 for operation in asked)
+
+
+def test_an_answer_that_is_none_names_the_operation():
+    with pytest.raises(fxremat.ArgumentError, match="'save' for addmm"):
+        planned(answering("save", PRODUCT))
+
+
+def test_a_budget_that_constraints_do_not_fit_says_what_they_cost():
+    least = planned(None).least_budget_bytes
+    with pytest.raises(fxremat.BudgetError, match="Without the constraints") as caught:
+        planned(answering("keep", GELU, PRODUCT), least)
+    assert caught.value.least_budget_bytes is not None
+    assert caught.value.least_budget_bytes > least
+
+
+def test_the_plan_says_who_decided():
+    plan = planned(answering("keep", GELU), 1.0)
+    assert {own.by for own in plan.decided} == {"policy"}
+    assert {own.answer for own in plan.decided} == {"keep"}
+    assert "policy" in plan.explain()
+
+
+def saving(_context: object, target: object, *_args: object, **_kwargs: object) -> Any:
+    return CheckpointPolicy.MUST_SAVE if target == GELU else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputing(_context: object, target: object, *_args: object, **_kwargs: object) -> Any:
+    return CheckpointPolicy.MUST_RECOMPUTE if target == GELU else CheckpointPolicy.PREFER_SAVE
+
+
+def hinting(_context: object, target: object, *_args: object, **_kwargs: object) -> Any:
+    return CheckpointPolicy.PREFER_SAVE
+
+
+class Tagged(nn.Module):
+    """Two layers, of which one is checkpointed with tags."""
+
+    def __init__(self, decide: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.contexts = functools.partial(create_selective_checkpoint_contexts, decide)
+
+    def layer(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.first(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layer, x, use_reentrant=False, context_fn=self.contexts)
+        return self.last(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("decide", "answer"), [(saving, "keep"), (recomputing, "recompute"), (hinting, None)]
+)
+def test_tags_are_constraints_and_hints_are_not(decide: Any, answer: str | None):
+    plan = fxremat.plan(Tagged(decide), torch.randn(64, 32), 1.0, loss="own", effort=WHOLE)
+    gelus = [own for own in plan.decided if own.operation.startswith("gelu")]
+    assert {(own.answer, own.by) for own in gelus} == ({(answer, "tag")} if answer else set())
