@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fxremat.errors import ArgumentError, BudgetError, refuse
+from fxremat.errors import BudgetError, refuse
 from fxremat.options.budget import Budget, Readable
 from fxremat.options.loss import LossOfOutputs
 from fxremat.options.plain import gathered
 from fxremat.options.readers import READERS, Assume, Executor, Optimizer
-from fxremat.options.table import BACKEND, OPTIONS, names_of, refuse_former
+from fxremat.options.table import BACKEND, OPTIONS, names_of, refuse_former, refuse_unknown
 from fxremat.options.values import Bits
 from fxremat.planner.decision.effort import Effort
 from fxremat.planner.transfers.transfers import HostMemory
@@ -95,16 +95,6 @@ class Arguments:
         """In every so many steps one run in parts is compared with the whole; 0: never."""
         return self.bits.verify_every
 
-    @property
-    def effort(self) -> float:
-        """How much of planning may go into forms that are not needed, in multiples of usual."""
-        return self.planning.scale
-
-    @property
-    def generators(self) -> tuple[str, ...]:
-        """Names of the solvers whose schedules are looked at."""
-        return self.planning.generators
-
     @staticmethod
     def read(budget: Readable | None = None, **given: Any) -> Arguments:
         """Check arguments of :func:`fxremat.compile`, all but the model and the sample.
@@ -170,16 +160,7 @@ class Arguments:
             ArgumentError: an option that does not exist, or cannot be read.
         """
         given = dict(options or {})
-        names = names_of(BACKEND)
-        for name, value in given.items():
-            if name in names:
-                continue
-            refuse_former({name: value})
-            raise ArgumentError(
-                f"unknown option {name!r}: fxremat knows {', '.join(names)}",
-                argument=name,
-                value=value,
-            )
+        refuse_unknown(given, names_of(BACKEND), knows="fxremat knows")
         if "budget" not in given:
             raise BudgetError('no budget: pass options={"budget": "6 GiB"} to torch.compile')
         arguments = Arguments.read(**gathered(given))

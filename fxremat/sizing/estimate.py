@@ -97,9 +97,9 @@ def graph_without_data(
             host=_host(asked),
             exact=options.exact,
             split=options.split is True,  # what keeps bits is measured where the step runs
-            effort=options.effort,
+            effort=options.planning.scale,
             allocator=AllocatorSettings() if device.type == "cuda" else None,
-            generators=options.generators,
+            generators=options.planning.generators,
         ),
         places=places,
         roles=roles_of(captured.inputs, torch_compat.tensors_of_module(inner), places),
