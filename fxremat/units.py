@@ -6,6 +6,8 @@ import re
 from fractions import Fraction
 from typing import Literal
 
+import numpy as np
+
 Counted = Literal["allocated", "reserved"]
 """What a budget limits: the bytes of allocated blocks, or the bytes reserved from the device."""
 
@@ -32,6 +34,15 @@ def parse_bytes(text: str) -> int | None:
     if match is None or factor is None:
         return None
     return int(Fraction(match[1].rstrip(".")) * factor)
+
+
+def bytes_in(value: object) -> int | None:
+    """Return bytes that are given as an integer of Python or numpy, or as text; else ``None``."""
+    if isinstance(value, str):
+        return parse_bytes(value)
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return int(value)
+    return None
 
 
 def format_bytes(nbytes: int) -> str:

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from fxremat import torch_compat
-from fxremat.costs.measure import fastest_s
+from fxremat.costs.measure import seconds_of
 from fxremat.errors import ArgumentError
 from fxremat.report.codec import FormatError, decode, encode, pack, unpack, write_whole
 
@@ -323,4 +323,4 @@ def _measured(device: torch.device) -> Device:
 def _warm_s(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the fastest of a few runs, after one that is not counted."""
     run()
-    return fastest_s(run, device=device, runs=_RUNS)
+    return min(seconds_of(run, device=device) for _ in range(_RUNS))

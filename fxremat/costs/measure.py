@@ -128,24 +128,14 @@ def _on_cuda_s(
 
 
 def on_cpu_s(run: Callable[[], object]) -> float:
-    """Return the seconds of one run on a CPU, by :func:`cpu_clock`."""
-    clock = cpu_clock()
-    begin = clock()
-    run()
-    return clock() - begin
-
-
-def cpu_clock() -> Callable[[], float]:
-    """Return the clock for a CPU: CPU time of a single thread, wall time of several threads.
+    """Return the seconds of one run on a CPU: CPU time of a single thread, else wall time.
 
     CPU time of a thread does not depend on other load on the machine.
     """
-    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-
-def fastest_s(run: Callable[[], object], *, device: torch.device, runs: int) -> float:
-    """Return the seconds of the fastest of ``runs`` runs."""
-    return min(seconds_of(run, device=device) for _ in range(runs))
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    begin = clock()
+    run()
+    return clock() - begin
 
 
 @dataclass(slots=True)

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from fxremat.effort import USUAL, Effort
-from fxremat.errors import ArgumentError, BudgetError, refuse
+from fxremat.errors import BudgetError, refuse
 from fxremat.options.budget import Budget, Readable
 from fxremat.options.loss import LossOfOutputs
 from fxremat.options.plain import gathered
 from fxremat.options.readers import READERS, Assume, Executor, Optimizer
-from fxremat.options.table import BACKEND, OPTIONS, names_of, refuse_former
+from fxremat.options.table import BACKEND, OPTIONS, names_of, refuse_former, refuse_unknown
 from fxremat.options.values import Bits
 from fxremat.passes.joint.constraints import Policy
 from fxremat.planner.transfers.transfers import HostMemory
@@ -160,16 +160,7 @@ class Arguments:
             ArgumentError: an option that does not exist, or cannot be read.
         """
         given = dict(options or {})
-        names = names_of(BACKEND)
-        for name, value in given.items():
-            if name in names:
-                continue
-            refuse_former({name: value})
-            raise ArgumentError(
-                f"unknown option {name!r}: fxremat knows {', '.join(names)}",
-                argument=name,
-                value=value,
-            )
+        refuse_unknown(given, names_of(BACKEND), knows="fxremat knows")
         if "budget" not in given:
             raise BudgetError('no budget: pass options={"budget": "6 GiB"} to torch.compile')
         arguments = Arguments.read(**gathered(given))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from fxremat.errors import BudgetError
-from fxremat.units import Counted, format_bytes, parse_bytes
+from fxremat.units import Counted, bytes_in, format_bytes
 
 Readable = str | int | float | np.integer[Any] | np.floating[Any]
 
@@ -63,11 +63,7 @@ class Budget:
             return Budget(written, share=share, counted=counted)
         if Budget(written).grows:
             return Budget(written, counted=counted)
-        nbytes: int | None = None
-        if isinstance(bare, str):
-            nbytes = parse_bytes(bare)
-        elif isinstance(bare, (int, np.integer)) and not isinstance(bare, bool):
-            nbytes = int(bare)
+        nbytes = bytes_in(bare)
         if nbytes is None:
             raise BudgetError(
                 f"budget is {reprlib.repr(written)}, a {type(written).__name__}: give bytes as "

@@ -9,7 +9,7 @@ from typing import Any
 from fxremat.effort import Effort
 from fxremat.errors import ArgumentError, refuse
 from fxremat.options.loss import Loss
-from fxremat.options.table import BUDGET, OPTIONS, Field, Option, refuse_former
+from fxremat.options.table import BUDGET, OPTIONS, Field, Option, refuse_unknown
 from fxremat.options.values import Bits, HostMemory
 
 CLASSES: Mapping[str, Callable[..., Any]] = {
@@ -113,15 +113,7 @@ class Options(_Plain):  # type: ignore[misc]
             ArgumentError: a name is none of them, or ``budget`` is missing.
         """
         names = [each.name for each in fields(Options)]
-        for name in values:
-            if name in names:
-                continue
-            refuse_former({name: values[name]})
-            raise ArgumentError(
-                f"unknown option {name!r}: fxremat.Options has {', '.join(names)}",
-                argument=str(name),
-                value=values[name],
-            )
+        refuse_unknown(values, names, knows="fxremat.Options has")
         if "budget" not in values:
             raise ArgumentError(
                 "no budget: give one, such as budget: 6 GiB", argument="budget", value=None

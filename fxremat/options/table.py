@@ -8,7 +8,7 @@ command, what processes that train together must all be given, and the reference
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -45,8 +45,8 @@ class Field:
     part: str = ""
     choices: tuple[str, ...] = ()
     separated: bool = False
-    flag: bool = False
-    refused_by: frozenset[str] = frozenset()
+    flag: bool = True
+    refused_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +68,12 @@ class Option:
     doc: str
     default: Any = None
     fields: tuple[Field, ...] = ()
-    refused_by: frozenset[str] = frozenset()
+    refused_by: tuple[str, ...] = ()
     agreed: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names under which plain values of the option are given."""
-        return tuple(field.name for field in self.fields) or (self.name,)
 
     def taken_by(self, function: str) -> bool:
         """Return whether ``function`` takes the option."""
         return function not in self.refused_by
-
-
-def _refused_by(*functions: str) -> frozenset[str]:
-    return frozenset(functions)
 
 
 BUDGET = Field(
@@ -90,6 +81,7 @@ BUDGET = Field(
     str,
     "the most bytes of a step, as 60GiB, 50% of the peak, or min; for reserved bytes, "
     "'60GiB reserved'",
+    flag=False,
 )
 """The plain value of the budget, which is no keyword-only argument."""
 
@@ -99,14 +91,14 @@ OPTIONS: tuple[Option, ...] = (
         "bytes, as an int or as text",
         "Bytes of the budget that the plan leaves free.",
         0,
-        (Field("reserve", str, "bytes of the budget that stay free", "0", flag=True),),
+        (Field("reserve", str, "bytes of the budget that stay free", "0"),),
     ),
     Option(
         "optimizer",
         "an optimizer, its class, the name of one of `torch.optim`, or a list of these",
         "The optimizers whose state is counted from the first step on.",
         None,
-        (Field("optimizer", str | None, "class of torch.optim whose state is counted", flag=True),),
+        (Field("optimizer", str | None, "class of torch.optim whose state is counted"),),
     ),
     Option(
         "loss",
@@ -114,15 +106,14 @@ OPTIONS: tuple[Option, ...] = (
         "The loss of the step, and what it compares the outputs with.",
         None,
         (
-            Field("loss", str | None, "own: the model returns its loss", flag=True),
+            Field("loss", str | None, "own: the model returns its loss"),
             Field(
                 "drop_unused",
                 bool,
                 "return None in place of outputs that the loss does not use",
                 False,
                 part="drop_unused",
-                flag=True,
-                refused_by=_refused_by(BACKEND),
+                refused_by=(BACKEND,),
             ),
         ),
     ),
@@ -131,7 +122,7 @@ OPTIONS: tuple[Option, ...] = (
         "`True` or `False`",
         "Whether each step adds its gradients to those of earlier steps.",
         False,
-        (Field("accumulate", bool, "gradients are accumulated", False, flag=True),),
+        (Field("accumulate", bool, "gradients are accumulated", False),),
         agreed=True,
     ),
     Option(
@@ -145,17 +136,13 @@ OPTIONS: tuple[Option, ...] = (
                 str | None,
                 "activations may travel to host memory",
                 choices=("auto", "only", "conv"),
-                flag=True,
             ),
-            Field(
-                "host_limit", str | None, "the most bytes of host memory", part="limit", flag=True
-            ),
+            Field("host_limit", str | None, "the most bytes of host memory", part="limit"),
             Field(
                 "host_dir",
                 str | None,
                 "folder of the file that stands for host memory on a CPU",
                 part="folder",
-                flag=True,
             ),
         ),
         agreed=True,
@@ -172,7 +159,6 @@ OPTIONS: tuple[Option, ...] = (
                 "gradients are those without a plan: bitwise, or to rounding",
                 "exact",
                 choices=("exact", "rounding"),
-                flag=True,
             ),
             Field(
                 "verify_bits",
@@ -180,6 +166,7 @@ OPTIONS: tuple[Option, ...] = (
                 "compare one run in parts with the whole in every so many steps",
                 0,
                 part="verify_every",
+                flag=False,
             ),
         ),
         agreed=True,
@@ -190,14 +177,13 @@ OPTIONS: tuple[Option, ...] = (
         "How much work planning does, and what it looks at.",
         1.0,
         (
-            Field("effort", float, "how much work planning does", 1.0, flag=True),
+            Field("effort", float, "how much work planning does", 1.0),
             Field(
                 "generators",
                 str | None,
                 "solvers whose schedules are looked at, as rotor,join",
                 part="generators",
                 separated=True,
-                flag=True,
             ),
             Field(
                 "forms",
@@ -205,7 +191,6 @@ OPTIONS: tuple[Option, ...] = (
                 "further forms of the step that are looked at, as parts,norms",
                 part="forms",
                 separated=True,
-                flag=True,
             ),
         ),
         agreed=True,
@@ -222,10 +207,9 @@ OPTIONS: tuple[Option, ...] = (
                 "who makes the kernels",
                 "eager",
                 choices=("eager", "inductor"),
-                flag=True,
             ),
         ),
-        _refused_by("estimate"),
+        refused_by=("estimate",),
         agreed=True,
     ),
     Option(
@@ -233,16 +217,16 @@ OPTIONS: tuple[Option, ...] = (
         "`None`, `True` or `False`",
         "Whether sizes are captured as symbols.",
         None,
-        (Field("dynamic", bool | None, "sizes are captured as symbols"),),
-        _refused_by("max_batch", "estimate", BACKEND),
+        (Field("dynamic", bool | None, "sizes are captured as symbols", flag=False),),
+        refused_by=("max_batch", "estimate", BACKEND),
     ),
     Option(
         "plan",
         "a `Plan`, or the file of one",
         "A plan to follow: nothing is measured or planned.",
         None,
-        (Field("plan", str | None, "file of a plan to follow"),),
-        _refused_by("max_batch", "estimate", BACKEND),
+        (Field("plan", str | None, "file of a plan to follow", flag=False),),
+        refused_by=("max_batch", "estimate", BACKEND),
         agreed=True,
     ),
     Option(
@@ -258,9 +242,10 @@ OPTIONS: tuple[Option, ...] = (
                 "auto",
                 choices=("auto", "one"),
                 separated=True,
+                flag=False,
             ),
         ),
-        _refused_by("plan", "frontier", "max_batch", "estimate", BACKEND),
+        refused_by=("plan", "frontier", "max_batch", "estimate", BACKEND),
         agreed=True,
     ),
     Option(
@@ -268,8 +253,8 @@ OPTIONS: tuple[Option, ...] = (
         "a number of steps",
         "How many forwards may wait for their backward.",
         1,
-        (Field("in_flight", int, "forwards that may wait for their backward", 1, flag=True),),
-        _refused_by("max_batch", "estimate"),
+        (Field("in_flight", int, "forwards that may wait for their backward", 1),),
+        refused_by=("max_batch", "estimate"),
         agreed=True,
     ),
     Option(
@@ -277,7 +262,11 @@ OPTIONS: tuple[Option, ...] = (
         "`True` or `False`",
         "Whether a later step that does not fit raises an error, or runs with a warning.",
         False,
-        (Field("strict", bool, "a later step that does not fit raises an error", False),),
+        (
+            Field(
+                "strict", bool, "a later step that does not fit raises an error", False, flag=False
+            ),
+        ),
         agreed=True,
     ),
     Option(
@@ -292,7 +281,6 @@ OPTIONS: tuple[Option, ...] = (
                 "least budgets are those of the usual loop, or of one step",
                 "usual",
                 choices=("usual", "strict"),
-                flag=True,
             ),
         ),
         agreed=True,
@@ -303,7 +291,7 @@ OPTIONS: tuple[Option, ...] = (
         "The processes that train the model together.",
         None,
         (),
-        _refused_by("max_batch", "estimate", BACKEND),
+        refused_by=("max_batch", "estimate", BACKEND),
     ),
     Option(
         "policy",
@@ -344,6 +332,19 @@ def refuse_former(given: Mapping[str, Any]) -> None:
             raise ArgumentError(f"{name}= is now {now}", argument=name, value=given[name])
 
 
+def refuse_unknown(given: Mapping[str, Any], names: Collection[str], *, knows: str) -> None:
+    """Refuse options that are not among ``names``, which is what ``knows`` introduces.
+
+    Raises:
+        ArgumentError: one is given; the message has its new form, or all ``names``.
+    """
+    for name, value in given.items():
+        if name not in names:
+            refuse_former({name: value})
+            message = f"unknown option {name!r}: {knows} {', '.join(names)}"
+            raise ArgumentError(message, argument=str(name), value=value)
+
+
 def former_refused(function: Callable[P, T]) -> Callable[P, T]:
     """Return ``function`` with former names of arguments refused as :func:`refuse_former` does."""
 
@@ -368,7 +369,8 @@ def fields_of(function: str) -> Iterator[Field]:
 
 def names_of(function: str) -> tuple[str, ...]:
     """Return the names under which ``function`` takes plain values, and options that have none."""
-    fields = {field.name for field in fields_of(function)}
-    each = (name for option in options_of(function) for name in option.names)
-    bare = {option.name for option in OPTIONS if not option.fields}
-    return ("budget", *(name for name in each if name in fields | bare))
+    names = ["budget"]
+    for option in options_of(function):
+        fields = (field.name for field in option.fields if function not in field.refused_by)
+        names += tuple(fields) or (option.name,)
+    return tuple(names)

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from fxremat.errors import refuse
-from fxremat.units import parse_bytes
+from fxremat.units import bytes_in
 
 BitsKind = Literal["exact", "rounding"]
 What = Literal["auto", "only", "conv"]
@@ -89,11 +89,7 @@ def read_bytes(argument: str, value: object, *, most: int | None = None) -> int:
     Raises:
         ArgumentError: ``value`` is no number of bytes, is negative, or is more than ``most``.
     """
-    nbytes: int | None = None
-    if isinstance(value, str):
-        nbytes = parse_bytes(value)
-    elif isinstance(value, (int, np.integer)) and not isinstance(value, bool):
-        nbytes = int(value)
+    nbytes = bytes_in(value)
     if nbytes is None or nbytes < 0:
         refuse(argument, value, "bytes, at least 0, as an int or as text such as '64 MiB'")
     if most is not None and nbytes > most:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fxremat.errors import BudgetError
-from fxremat.units import format_bytes, format_seconds, parse_bytes
+from fxremat.units import bytes_in, format_bytes, format_seconds
 
 SHOWN = 8
 """Points of a frontier that are shown, evenly among all: a screenful."""
@@ -76,8 +74,8 @@ class Frontier:
         Raises:
             BudgetError: it is no number of bytes.
         """
-        nbytes = parse_bytes(budget) if isinstance(budget, str) else budget
-        if isinstance(nbytes, bool) or not isinstance(nbytes, (int, np.integer)):
+        nbytes = bytes_in(budget)
+        if nbytes is None:
             raise BudgetError(
                 f"budget is {budget!r}, a {type(budget).__name__}: a frontier is asked for bytes, "
                 "as '6 GiB' or an int"
