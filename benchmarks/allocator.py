@@ -21,8 +21,9 @@ import torch
 
 from benchmarks.common import save, show
 from benchmarks.steps import entry_of
+from fxremat.planner.allocator import allocations
 from fxremat.planner.allocator.allocations import Allocated, Allocations, Requests, requests_of_step
-from fxremat.planner.allocator.allocator import AllocatorSettings, allocations
+from fxremat.planner.allocator.allocator import AllocatorSettings
 from fxremat.planner.decision.candidates import Candidate
 from fxremat.planner.search.search import Search
 from fxremat.progress import silent

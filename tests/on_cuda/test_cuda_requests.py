@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from fxremat.planner.allocator import allocations
 from fxremat.planner.allocator.allocations import Allocated, Requests
-from fxremat.planner.allocator.allocator import LEAST_BLOCK_BYTES, AllocatorSettings, allocations
+from fxremat.planner.allocator.allocator import LEAST_BLOCK_BYTES, AllocatorSettings
 from fxremat.planner.allocator.footprints import WORKSPACE
 from tests.cuda import (  # noqa: F401
     ENTRIES,

@@ -14,6 +14,7 @@ from fxremat.ir import Move, Request
 from fxremat.ir.schedule import coded
 from fxremat.passes.emit.program import Program, keep_all
 from fxremat.passes.stages.block import Block
+from fxremat.planner.allocator import allocations
 from fxremat.planner.allocator.allocations import (
     Allocations,
     crowded,
@@ -21,7 +22,7 @@ from fxremat.planner.allocator.allocations import (
     requests_of_step,
     settings_of,
 )
-from fxremat.planner.allocator.allocator import AllocatorSettings, allocations
+from fxremat.planner.allocator.allocator import AllocatorSettings
 from fxremat.planner.allocator.footprints import Footprints
 from fxremat.planner.context.context_bytes import ContextBytes
 from fxremat.planner.decision.candidates import Candidate, Evaluation

@@ -85,6 +85,8 @@ def constrain(module: fx.GraphModule, policy: Policy | None, *, travels: bool) -
         ArgumentError: the policy fails, or gives no answer; something is to be offloaded and
             nothing ``travels``; an operation is to be recomputed that has other results then.
     """
+    if policy is None and not any(map(torch_compat.checkpoint_tag, module.graph.nodes)):
+        return
     for node, made in _forward_operations(module.graph):
         asked = _operation(node, made)
         answer = _answer(policy, asked) if policy is not None else None
@@ -140,13 +142,18 @@ def describe(module: fx.GraphModule) -> tuple[str, ...]:
 
 
 def _forward_operations(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[torch.Tensor]]]:
-    """Yield forward operations, and the results of each that do not lie in what it reads."""
+    """Yield forward operations, and the results of each that do not lie in what it reads.
+
+    Nodes without a traced value are left out: the pass that builds the graph refuses them.
+    """
     backward: set[fx.Node] = set()
     for node in graph.nodes:
         late = torch_compat.is_backward_node(node) or not backward.isdisjoint(node.all_input_nodes)
         if late or torch_compat.is_tangent(node):
             backward.add(node)
         elif node.op == "call_function" and not is_getitem(node):
+            if not all("val" in own.meta for own in (node, *node.all_input_nodes)):
+                continue
             read = {
                 torch_compat.storage_key(t) for n in node.all_input_nodes for t in tensors_of(n)
             }
