@@ -70,7 +70,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         values = item.callspec.params.values() if hasattr(item, "callspec") else ()
         models = {value for value in values if isinstance(value, str) and value in ZOO}
-        if models.intersection(RARE):
+        # On CUDA, models of these names are small ones.
+        if models.intersection(RARE) and not item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.slow)
     if hasattr(config, "workerinput"):
         place = {file: at for at, file in enumerate(LONG)}
