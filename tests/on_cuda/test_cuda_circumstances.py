@@ -86,11 +86,11 @@ def test_the_link_is_measured_where_little_of_the_device_is_left():
     model = built("mlp")
     batch = to_device(batch_of("mlp", 0))
     torch.cuda.empty_cache()
-    bandwidth._known.clear()
+    bandwidth._links.clear()
     stand_in.memory(torch.cuda.memory_reserved() + (40 << 20))
     call = fxremat.compile(model, *batch, "min", loss=torch.sum, offload="only", effort=WHOLE)
     assert call.plan.host_bytes
-    bandwidth._known.clear()
+    bandwidth._links.clear()
 
 
 def test_a_step_that_a_cuda_graph_would_capture_is_refused_before_anything_changes(

@@ -189,10 +189,10 @@ def unknown(cold: bool) -> None:
     gc.collect()
     cache.COSTS.clear()
     if cold:
-        bandwidth._known.clear()
+        bandwidth._links.clear()
         streams.lanes.cache_clear()
         workspaces._nbytes.clear()
-        workspaces._known.clear()
+        workspaces._measured.clear()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
