@@ -23,7 +23,7 @@ from tests.efforts import WHOLE
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import run_step
-from tests.trials import compiled, reference
+from tests.trials import attempt, compiled, reference
 
 GELU, PRODUCT = torch.ops.aten.gelu.default, torch.ops.aten.addmm.default
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -78,6 +78,31 @@ def test_what_is_recomputed_is_computed_again_where_all_would_fit():
     again = trained(answering("recompute", GELU), 1.0)
     assert gelus_of(again.backward) == gelus_of(full.forward) > 0
     assert again.record.predicted_peak_bytes <= again.record.budget_bytes
+
+
+def pointwise_again(operation: fxremat.Operation) -> str | None:
+    """Recompute all pointwise operations; save options may then beat keeping the rest."""
+    return "recompute" if torch.Tag.pointwise in operation.target.tags else None
+
+
+def in_turns(operation: fxremat.Operation) -> str | None:
+    """Keep some operations, recompute others, and leave the rest to the planner."""
+    return ("keep", "recompute", None)[sum(map(ord, operation.name)) % 3]
+
+
+@pytest.mark.parametrize("policy", [pointwise_again, in_turns])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("siamese", "unet", "tied", "gru")
+        ),
+    ],
+)
+def test_answers_that_are_mixed_keep_bits_and_budgets(name: str, policy: Any):
+    attempt(ZOO[name], "min", reference(name), policy=policy, effort=WHOLE)
 
 
 def test_what_is_offloaded_travels_where_all_would_fit():

@@ -10,6 +10,7 @@ from torch import fx
 
 from fxremat.costs.cost import Measured
 from fxremat.effort import Effort
+from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Decision, Forward, Schedule, Tensors
 from fxremat.ir.schedule import Codes, coded, decoded
 from fxremat.passes.emit.program import Call, Program, keep_all, link
@@ -262,7 +263,8 @@ def program_of(
     Ensures: the calls compute exactly what the joint graph computes.
 
     Raises:
-        ScheduleError: the schedule draws random numbers in another order.
+        ScheduleError: the schedule draws random numbers in another order, or saves what a
+            constraint has computed again.
     """
     from fxremat.planner.replay.extract import ASKED, INPUTS, NODES  # noqa: PLC0415
     from fxremat.planner.replay.replay import BLOCK, OP, REBUILT  # noqa: PLC0415
@@ -288,6 +290,12 @@ def program_of(
     linked = link(line, made, handed, released, after)
     saved = (arrays.nodes[i] for i in np.flatnonzero(data[at.saved : at.saved + at.nodes]).tolist())
     crossing = set(saved).difference(joint.tangents, joint.constants)
+    for storage in sorted(joint.storages.of(crossing) & line.unsaved):
+        owner = joint.storages.owner[storage]
+        raise ScheduleError(
+            f"{owner.name} ({owner.target}) is to be computed again, but a schedule saves it; "
+            "please report this model"
+        )
     return Program(
         line, linked, totals["turn"], tuple(sorted(crossing, key=lambda n: _rank(line, n)))
     )

@@ -95,7 +95,8 @@ def build_costs(
         parts = evaluator.options.parts[index]
         for mask in evaluator.options.masks[index] if options else ():
             kept = tuple(number[s] for s in parts.kept_storages(mask))
-            more_s = parts.recompute_s(mask) - parts.forced_s
+            # An option may hold what no backward reads, and so rebuild the rest sooner.
+            more_s = max(0.0, parts.recompute_s(mask) - parts.forced_s)
             save_options.append(stage.option(len(save_options) + 1, kept, more_s))
         stages.append(stage.costs(gradients[index], tuple(save_options)))
     fixed_bytes = evaluator.context_bytes.given_bytes + _pinned_bytes(line)
