@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.module.compiled import CompiledModule
 from fxremat.runtime.arena import Arena, HostLimit
+from fxremat.runtime.profile import Watcher
+from fxremat.torch_compat import AllocationLog
 from tests.moving import CPU, bits, ops, there_and_back
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
@@ -114,6 +116,26 @@ def test_a_step_that_is_interrupted_holds_nothing():
 @pytest.mark.slow
 def test_many_steps_are_interrupted():
     steps_interrupted(10_000)
+
+
+def test_an_interrupted_watch_never_keeps_the_profiler_of_its_thread():
+    draw, watcher = random.Random(2), Watcher()
+
+    def watch() -> None:
+        for _ in range(4):
+            watcher.begin(CPU, lambda _profile: None)
+            watcher.left(nn.Identity())
+            watcher.end()
+
+    watch()
+    hits = 0
+    with interrupts() as start:
+        for _ in range(2000):
+            if interrupted(watch, draw.uniform(0, 1e-3), start):
+                hits += 1
+                with AllocationLog():  # raises an error if the thread is watched still
+                    pass
+    assert hits > 20
 
 
 def test_an_interrupt_never_loses_host_memory():

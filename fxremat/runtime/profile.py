@@ -124,7 +124,8 @@ class Watcher:
                 and whether that end was logged.
             until_closed: keep watching until :meth:`close`, even if no graph of the step is left.
         """
-        if self._thread is not None and not self._thread.is_alive():
+        # Not ``is_alive``: interrupted there, CPython takes a thread for stopped that runs on.
+        if self._thread is not None and self._thread not in threading.enumerate():
             self._forget()
         if self._log is not None or torch_compat.current_backward() >= 0:
             return False  # another thread is watched, or a backward recomputes a forward
@@ -150,7 +151,7 @@ class Watcher:
 
     def left(self, step: object) -> None:
         """Note that the latest forward has ended and left ``step``."""
-        if self._watches_thread() and self._calls[-1].step is None:
+        if self._watches_thread() and self._calls and self._calls[-1].step is None:
             self._calls[-1].step = weakref.ref(step)
             self._mark(len(self._calls) - 1, TURN)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fxremat.errors import CostError
+from fxremat.torch_compat.autograd import current_backward
 from fxremat.torch_compat.storages import dense_parts
 
 
@@ -87,6 +88,7 @@ class AllocationLog:
     ) -> None:
         self.events: list[tuple[str, int]] = []
         self._make_way = make_way
+        self._thread: threading.Thread | None = None
         self._on_cuda = device is not None and device.type == "cuda"
 
     def __enter__(self) -> AllocationLog:
@@ -94,20 +96,29 @@ class AllocationLog:
         _make_way()
         experimental = torch._C._profiler._ExperimentalConfig()
         state = profiler.ProfilerState.CPU
+        config = profiler.ProfilerConfig(state, False, True, False, False, False, experimental)
+        self._thread = threading.current_thread()
+        if self._make_way is not None:
+            _making_way[self] = self._make_way
         try:
-            profiler._enable_profiler_legacy(
-                profiler.ProfilerConfig(state, False, True, False, False, False, experimental)
-            )
+            profiler._enable_profiler_legacy(config)
+            _record_operators(False)
+            _let_profiles_begin()
         except RuntimeError as error:
+            self.forget()
             raise CostError(
                 f"the allocator cannot be watched: {error}. Plan before the profiler starts: "
                 "compile with, or run once, the shapes of the step that is profiled"
             ) from error
-        _record_operators(False)
-        if self._make_way is not None:
-            _making_way[self] = self._make_way
-            _let_profiles_begin()
+        except BaseException:  # an interrupt
+            self.__exit__()
+            raise
         return self
+
+    @property
+    def can_end(self) -> bool:
+        """Whether this is a place where the log's profiler can be stopped."""
+        return self._thread is threading.current_thread() and current_backward() < 0
 
     def mark(self, name: str) -> None:
         """Name the events that follow, in the log's thread or in a backward that it started."""
@@ -125,9 +136,13 @@ class AllocationLog:
         _let_profiles_begin()
 
     def __exit__(self, *exc_info: object) -> None:
-        self.forget()
-        _record_operators(True)
-        threads: Any = torch._C._autograd._disable_profiler_legacy()
+        try:
+            threads: Any = torch._C._autograd._disable_profiler_legacy()
+        except RuntimeError:  # an interrupt came before the profiler began
+            return
+        finally:
+            _record_operators(True)
+            self.forget()
         start = threads[0][0]
         records = [r for thread in threads for r in thread]
         if len(threads) > 1:
@@ -181,12 +196,23 @@ _making_way: dict[AllocationLog, Callable[[], None]] = {}
 
 
 def _make_way() -> None:
-    for make_way in list(_making_way.values()):
+    """End the logs of this thread, also one that an interrupt has left without an owner."""
+    for log, make_way in list(_making_way.items()):
         make_way()
+        if log in _making_way and log.can_end:
+            log.__exit__()
 
 
-_profile_begins: dict[str, Callable[..., Any]] = {}
-"""The functions of torch that begin a profile, while they are wrapped."""
+class _MakesWay:
+    """A function of torch that begins a profile, after the logs of its thread have ended."""
+
+    def __init__(self, begin: Callable[..., Any]) -> None:
+        self.begin = begin
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _make_way()
+        return self.begin(*args, **kwargs)
+
 
 _profiles = threading.Lock()
 
@@ -195,21 +221,8 @@ def _let_profiles_begin() -> None:
     """Let logs make way before a profile of the user begins, as long as there are logs."""
     from torch.autograd import profiler  # noqa: PLC0415
 
-    module: Any = profiler
-
-    def made_way(begin: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            _make_way()
-            return begin(*args, **kwargs)
-
-        return run
-
     with _profiles:
-        if _making_way and not _profile_begins:
-            for name in ("_prepare_profiler", "_enable_profiler"):
-                _profile_begins[name] = getattr(module, name)
-                setattr(module, name, made_way(_profile_begins[name]))
-        elif not _making_way:
-            while _profile_begins:
-                name, begin = _profile_begins.popitem()
-                setattr(module, name, begin)
+        for name in ("_prepare_profiler", "_enable_profiler"):
+            begin: Any = getattr(profiler, name)
+            if isinstance(begin, _MakesWay) != bool(_making_way):
+                setattr(profiler, name, _MakesWay(begin) if _making_way else begin.begin)
