@@ -77,7 +77,7 @@ class Relaxation:
     @staticmethod
     def of(measured: Measured, blocks: BlockCache, context_bytes: ContextBytes) -> Relaxation:
         """Choose the moments of a measured line."""
-        operations = _recomputations(measured)
+        operations = _operations(measured)
         made = frozenset(s for operation in operations for s in operation.makes)
         moments = _moments(measured, blocks, context_bytes, made)
         nbytes = measured.line.joint.storages.nbytes
@@ -161,7 +161,7 @@ def _moments(
     released = context_bytes.releases(line.joint)
     fullest: dict[int, Moment] = {}
     for part in _parts(line):
-        later = set(table.of(_inputs_of(part.after)))
+        later = set(table.of(_read_by(part.after)))
         # The walk goes backwards: it starts with everything that was computed.
         finished = set(table.of(stays.intersection(part.before)) - always)
         live = finished | (later & kept)
@@ -190,7 +190,7 @@ def _moments(
                 new = (read & kept) - live
                 live |= new
                 live_bytes += table.total(new)
-    later = set(table.of(_inputs_of(line.joint.backward)))
+    later = set(table.of(_read_by(line.joint.backward)))
     occupied = constant_bytes + table.total(later & kept) + context_bytes.loss_point_bytes
     loss_point = Moment(rebuildable & later, frozenset(), occupied)
     chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
@@ -239,11 +239,11 @@ def _own_backward(line: Line, index: int) -> list[fx.Node]:
     return [n for n in line.stages[index].backward if n not in line.sums]
 
 
-def _inputs_of(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return {source for node in nodes for source in node.all_input_nodes}
 
 
-def _recomputations(measured: Measured) -> list[Recomputation]:
+def _operations(measured: Measured) -> list[Recomputation]:
     line = measured.line
     table = line.joint.storages
     held = table.of((*line.joint.given, *line.pinned))

@@ -161,7 +161,7 @@ class Evaluator:
             turn_bytes=totals["turn_bytes"],
             end_bytes=totals["end_bytes"],
             seconds=tuple(call_s[:count].tolist()),
-            lives=self._across_loss_point(calls),
+            lives=self._lives(calls),
         )
         return moved(evaluation, candidate.moves) if candidate.moves else evaluation
 
@@ -215,7 +215,7 @@ class Evaluator:
     def _handed(self) -> frozenset[fx.Node]:
         return handed_over(self.line, self.context_bytes)
 
-    def _across_loss_point(self, calls: Ints) -> tuple[AcrossTurn, ...]:
+    def _lives(self, calls: Ints) -> tuple[AcrossTurn, ...]:
         from fxremat.planner.replay import find_lives  # noqa: PLC0415
 
         arrays, at = self.arrays, self.arrays.at
