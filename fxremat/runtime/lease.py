@@ -43,7 +43,7 @@ class Lease(abc.ABC):
         """
         nbytes = x.untyped_storage().nbytes()
         self.check_process()
-        self._check(nbytes, offset=offset, device=x.device, verb="offload")
+        self._check_request(nbytes, offset=offset, device=x.device, verb="offload")
         copy = self._offload(whole_storage(x), offset) if nbytes else None
         self._filled[offset] = nbytes, copy
 
@@ -69,7 +69,7 @@ class Lease(abc.ABC):
                 failed.
         """
         self.check_process()
-        self._check(nbytes, offset=offset, device=device, verb="prefetch")
+        self._check_request(nbytes, offset=offset, device=device, verb="prefetch")
         filled, _copy = self._filled_at(offset, verb="prefetch")
         if nbytes < filled:
             raise TransferError(
@@ -99,7 +99,7 @@ class Lease(abc.ABC):
                 "backward in the same process"
             )
 
-    def _check(self, nbytes: int, *, offset: int, device: torch.device, verb: str) -> None:
+    def _check_request(self, nbytes: int, *, offset: int, device: torch.device, verb: str) -> None:
         if offset < 0 or offset + nbytes > self.nbytes:
             raise TransferError(
                 f"cannot {verb} {nbytes} bytes at offset {offset}: the step has "

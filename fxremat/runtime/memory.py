@@ -208,7 +208,7 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, str]]:
     with contextlib.suppress(AttributeError, ValueError, OSError):
         yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "the machine"
     mounted = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         _number, controllers, path = line.split(":", 2)
         old = "memory" in controllers.split(",")
         if controllers and not old:
@@ -219,14 +219,14 @@ def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, str]]:
         # In a container the path may be that of the host, while the group is mounted at the top.
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
-            limit = _read(folder / name).strip()
+            limit = _read_text(folder / name).strip()
             if limit.isdecimal():
                 yield int(limit), "the control group"
             if folder == top:
                 break
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:

@@ -71,7 +71,7 @@ def alone(target: Any) -> Any:
     """
     if getattr(target, "namespace", "") not in _NAMESPACES:
         return target
-    return _ALONE.get(_name(target))
+    return _REPLACEMENTS.get(_name(target))
 
 
 def ping_s(group_name: str, device: torch.device) -> tuple[float, float]:
@@ -101,11 +101,11 @@ def _name(target: Any) -> str:
     return str(target._schema.name).split("::")[1]
 
 
-def _copies(tensor: Tensor, group_size: int, *_rest: object) -> Tensor:
+def _repeated(tensor: Tensor, group_size: int, *_rest: object) -> Tensor:
     return torch.cat([tensor] * group_size)
 
 
-def _part(tensor: Tensor, _op: str, group_size: int, *_rest: object) -> Tensor:
+def _first_part(tensor: Tensor, _op: str, group_size: int, *_rest: object) -> Tensor:
     return _clone(tensor[: tensor.shape[0] // group_size])
 
 
@@ -113,7 +113,7 @@ def _exchanged(tensor: Tensor, received: Sequence[int], *_rest: object) -> Tenso
     return tensor.new_zeros((sum(received), *tensor.shape[1:]))
 
 
-def _each(function: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+def _for_each(function: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
     return lambda tensors, *rest: [function(tensor, *rest) for tensor in tensors]
 
 
@@ -121,14 +121,14 @@ def _clone(tensor: Tensor, *_rest: object) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-_ALONE: dict[str, Callable[..., Any]] = {
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "wait_tensor": lambda tensor: tensor,
     "all_reduce": _clone,
-    "all_reduce_coalesced": _each(_clone),
+    "all_reduce_coalesced": _for_each(_clone),
     "broadcast": _clone,
-    "all_gather_into_tensor": _copies,
-    "all_gather_into_tensor_coalesced": _each(_copies),
-    "reduce_scatter_tensor": _part,
-    "reduce_scatter_tensor_coalesced": _each(_part),
+    "all_gather_into_tensor": _repeated,
+    "all_gather_into_tensor_coalesced": _for_each(_repeated),
+    "reduce_scatter_tensor": _first_part,
+    "reduce_scatter_tensor_coalesced": _for_each(_first_part),
     "all_to_all_single": _exchanged,
 }

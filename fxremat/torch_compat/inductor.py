@@ -94,7 +94,7 @@ def compile_kernels(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
-    return _compiled(described, device, FakeTensorMode(), {}, benchmarked=benchmarked)
+    return _compile_described(described, device, FakeTensorMode(), {}, benchmarked=benchmarked)
 
 
 def compile_for_sizes(
@@ -125,7 +125,7 @@ def compile_for_sizes(
         symbols[name] = environment.create_symintnode(symbol, hint=hint, source=source)
         names[symbol] = name
     mode = FakeTensorMode(shape_env=environment)
-    run = _compiled(described, device, mode, symbols, benchmarked=benchmarked)
+    run = _compile_described(described, device, mode, symbols, benchmarked=benchmarked)
     texts = [f"0 < {name}" for name in hints]
     for guard in environment.guards:
         named = {symbol: sympy.Symbol(name, integer=True) for symbol, name in names.items()}
@@ -175,7 +175,7 @@ _one_thread = threading.Lock()
 """Held by the thread that runs compilers at the same time."""
 
 
-def _compiled(
+def _compile_described(
     described: Callable[[Symbols], Described],
     device: torch.device,
     mode: Any,

@@ -57,7 +57,7 @@ def user_launch(node: fx.Node) -> UserLaunch | None:
     if getattr(node.target, "__name__", None) != "triton_kernel_wrapper_functional":
         return None  # compared by name, because importing the operator takes time
     given: Any = node.kwargs
-    table = _table()
+    table = _kernel_table()
     cloned = frozenset(given["tensors_to_clone"])
     return UserLaunch(
         table.get_kernel(given["kernel_idx"]),
@@ -69,7 +69,7 @@ def user_launch(node: fx.Node) -> UserLaunch | None:
     )
 
 
-def _table() -> Any:
+def _kernel_table() -> Any:
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table  # noqa: PLC0415
 
     return kernel_side_table
@@ -98,7 +98,7 @@ class KernelLauncher:
             triton_kernel_wrapper_mutation,
         )
 
-        table, place = _table(), self._place
+        table, place = _kernel_table(), self._place
         if table.constant_args.get(place) is not self._constants:  # a reset of Dynamo empties it
             place = self._place = table.add_constant_args(self._constants)
         triton_kernel_wrapper_mutation(
@@ -121,11 +121,14 @@ def kernel_digest(kernel: Any, constants: Mapping[str, Any]) -> str:
 
     It covers the kernel's source, all that it calls and reads, and how it is compiled and tuned.
     """
-    lines = [*_described(kernel), *(f"{name} {_text(constants[name])}" for name in constants)]
+    lines = [
+        *_description_lines(kernel),
+        *(f"{name} {_text(constants[name])}" for name in constants),
+    ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _described(kernel: Any) -> list[str]:
+def _description_lines(kernel: Any) -> list[str]:
     lines: list[str] = []
     for layer in _wrapped(kernel):
         if hasattr(layer, "cache_key"):

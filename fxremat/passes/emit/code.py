@@ -58,7 +58,7 @@ class Emitted:
     ) -> None:
         self.body, self.code, self._names, self._around = body, code, names, around
         self._runs = {
-            name: _sized(stage, names) if names and _follows(stage) else stage.forward
+            name: _sized(stage, names) if names and _follows_sizes(stage) else stage.forward
             for name, stage in body.stages.items()
         }
         scope = {**function.__globals__, **names, **self._stage_functions()}
@@ -132,7 +132,7 @@ def emitted(body: Body) -> Emitted:
     return Emitted(body, code, function, {})
 
 
-def _follows(stage: torch.nn.Module) -> bool:
+def _follows_sizes(stage: torch.nn.Module) -> bool:
     return isinstance(stage, fx.GraphModule) and FOLLOWS in stage.meta
 
 
@@ -294,7 +294,7 @@ class _Renderer:
 
     def _names(self, values: Iterable[object]) -> Iterator[str]:
         """Yield how ``values`` are written in a list: whole lists starred, constants unchanged."""
-        for name, run in groupby(values, key=self._list_of):
+        for name, run in groupby(values, key=self._list_name):
             if name == PRIMALS:
                 yield from self._given_runs(list(run))  # type: ignore[arg-type]
             elif name is not None:
@@ -302,7 +302,7 @@ class _Renderer:
             else:
                 yield from map(self._write, run)
 
-    def _list_of(self, value: object) -> str | None:
+    def _list_name(self, value: object) -> str | None:
         return self._lists.get(value) if isinstance(value, Variable) else None
 
     def _write(self, value: object) -> str:

@@ -200,7 +200,7 @@ class _GraphWriter:
 
     def give(self, primals: Iterable[int]) -> None:
         outputs = self._line.joint.backward_outputs
-        made = {i: self._value(node) for i in primals if isinstance(node := outputs[i], fx.Node)}
+        made = {i: self._variable(node) for i in primals if isinstance(node := outputs[i], fx.Node)}
         if made:
             self._body.statements.append(Statement(GIVE, (self._gradients, made)))
 
@@ -208,16 +208,16 @@ class _GraphWriter:
         """Start copies to the host before call ``place``, and release memory that was copied."""
         for move in moves:
             if move.offload == place:
-                self._run(transfer.offload, move, f"D2H {format_bytes(move.nbytes)}")
+                self._add_transfer(transfer.offload, move, f"D2H {format_bytes(move.nbytes)}")
         for move in moves:
             if move.release == place:
-                self._run(
+                self._add_transfer(
                     transfer.release,
                     move,
                     f"frees {format_bytes(move.nbytes)} once copied",
                 )
 
-    def _run(self, target: Callable[..., object], move: Move, comment: str) -> None:
+    def _add_transfer(self, target: Callable[..., object], move: Move, comment: str) -> None:
         value = self._values[self._line.nodes[move.nodes[0]]]
         self._body.statements.append(
             Statement(target, (value, self.host, self._offset(move)), comment=comment)
@@ -284,7 +284,7 @@ class _GraphWriter:
         """Add a call, and a variable for each of its results."""
         block = call.block
         module = self._modules.of(block, self._line)
-        arguments = [self._value(node) for node in block.inputs]
+        arguments = [self._variable(node) for node in block.inputs]
         statement = Statement(
             self._body.stage(self._block_name(call), module),
             arguments,
@@ -294,7 +294,7 @@ class _GraphWriter:
         )
         self._body.statements.append(statement)
 
-    def _value(self, node: fx.Node) -> Variable:
+    def _variable(self, node: fx.Node) -> Variable:
         if node not in self._values:  # a constant, which forward and backward both refer to
             name = str(node.target)
             constant: object = self._line.joint.module
@@ -323,7 +323,7 @@ class _GraphWriter:
 
     def finish(self, results: Iterable[object]) -> Emitted:
         """Return ``results``: nodes, variables, or numbers."""
-        values = [self._value(x) if isinstance(x, fx.Node) else x for x in results]
+        values = [self._variable(x) if isinstance(x, fx.Node) else x for x in results]
         self._body.statements.append(Statement(RETURN, values))
         return emitted(self._body)
 

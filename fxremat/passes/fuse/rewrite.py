@@ -77,7 +77,7 @@ class _Items:
     def __init__(self, line: Line) -> None:
         self.line = line
         self.kinds = kinds_of(line.joint)
-        self._all = self._built()
+        self._all = self._build_items()
         self._item_of = {n: item for item in self._all for n in item.nodes}
         self.ordered = self._ordered()
         self._ask()
@@ -97,7 +97,7 @@ class _Items:
         made = item is not None and (item.fused or node.target in CONTIGUOUS)
         return made or node in self.line.joint.given
 
-    def _built(self) -> list[_Item]:
+    def _build_items(self) -> list[_Item]:
         joint = self.line.joint
         parts = parts_of(joint, self.kinds)
         items: list[_Item] = []
@@ -158,7 +158,7 @@ class _Items:
     def _ask(self) -> None:
         """Determine what is asked of each item; nothing is asked of those that nobody needs."""
         for node in (*self.line.joint.results, *self.line.joint.gradients):
-            self._give(node)
+            self._ask_for(node)
         for item in reversed(self.ordered):
             if not item.fused and (item.given or rng.draws(item.nodes[0])):
                 item.given.setdefault(item.nodes[0])
@@ -173,9 +173,9 @@ class _Items:
                     if self._item_of.get(source) is item:
                         waiting.append(source)
                     else:
-                        self._give(source)
+                        self._ask_for(source)
 
-    def _give(self, node: fx.Node) -> None:
+    def _ask_for(self, node: fx.Node) -> None:
         item = self._item_of.get(node)
         if item is not None:
             item.given.setdefault(node)

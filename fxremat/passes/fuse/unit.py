@@ -93,7 +93,7 @@ class Unit:
 
         Returns whether there were none before.
         """
-        places = self._traced(sizes)
+        places = self._traced_places(sizes)
         with self._lock:
             is_new = self._key(sizes, places) not in self._runs
             self._run_for(sizes, places, benchmarked=True)
@@ -101,7 +101,7 @@ class Unit:
 
     def run_once(self, sizes: tuple[int, ...]) -> None:
         """Run it on zeros, so that its kernels are loaded and the fastest versions are chosen."""
-        places = self._traced(sizes)
+        places = self._traced_places(sizes)
         run = self._run_for(sizes, places, benchmarked=True)
         run([self._zeros(node, place) for node, place in zip(self.inputs, places, strict=True)])
 
@@ -111,7 +111,7 @@ class Unit:
         dtype = node.meta["val"].dtype
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device).zero_()
 
-    def _traced(self, sizes: tuple[int, ...]) -> list[Place]:
+    def _traced_places(self, sizes: tuple[int, ...]) -> list[Place]:
         return self._places(dict(zip(self.hints, sizes, strict=True)))
 
     def forget(self, sizes: tuple[int, ...]) -> None:

@@ -64,7 +64,7 @@ class Memory:
         self.in_place: dict[fx.Node, InPlace] = {}
         self._run, self._table = run, joint.storages
         self._given = self._table.of(run.sources)
-        self._last = {s: n for n in self.inside for s in self._read(n)}
+        self._last = {s: n for n in self.inside for s in self._read_storages(n)}
         self._outlives = self._table.of(
             value
             for target in run.targets
@@ -74,7 +74,7 @@ class Memory:
         )
         self.peak_bytes = self._peak_bytes()
 
-    def _read(self, node: fx.Node) -> frozenset[int]:
+    def _read_storages(self, node: fx.Node) -> frozenset[int]:
         return self._table.of(node.all_input_nodes)
 
     def _is_added_up(self, target: fx.Node) -> bool:

@@ -192,7 +192,7 @@ class Parts:
     @property
     def operations(self) -> tuple[str, ...]:
         """Names of the operations, in order."""
-        return tuple(name.split(".")[1] for name in self._called)
+        return tuple(name.split(".")[1] for name in self._called_names)
 
     def are_alike(self, shapes: Sequence[Shape]) -> bool:
         """Return whether parts are alike at all sizes, given the inputs' shapes."""
@@ -247,7 +247,7 @@ class Parts:
         )
 
     @property
-    def _called(self) -> list[str]:
+    def _called_names(self) -> list[str]:
         called = (n for n in self.graph.nodes if n.op == "call_function" and not is_getitem(n))
         products = ["aten.mm.default" for output in self.outputs if output.is_product]
         return [*(target_name(n.target) for n in called), *products]

@@ -182,7 +182,7 @@ class _Writer:
         self._graph.lint()
         return torch_compat.graph_module(self._joint.module, self._graph)
 
-    def _item(self, node: fx.Node) -> fx.Node | Run:
+    def _item_of(self, node: fx.Node) -> fx.Node | Run:
         operation = operation_of(node)
         return self._run_of.get(operation, operation)
 
@@ -192,7 +192,7 @@ class _Writer:
         order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         draws = [n for n in (*joint.forward, *joint.backward) if rng.is_state(n) or rng.draws(n)]
         waiting: list[fx.Node | Run] = [
-            self._item(n)
+            self._item_of(n)
             for n in (*joint.results, *joint.gradients, *draws)
             if n.op == "call_function"
         ]
@@ -205,11 +205,11 @@ class _Writer:
             reads = item.sources if isinstance(item, Run) else item.all_input_nodes
             for source in reads:
                 if source.op == "call_function":
-                    before = self._item(source)
+                    before = self._item_of(source)
                     after.add_edge(before, item)
                     waiting.append(before)
         for one, other in itertools.pairwise(draws):
-            after.add_edge(self._item(one), self._item(other))
+            after.add_edge(self._item_of(one), self._item_of(other))
 
         def place(item: fx.Node | Run) -> int:
             nodes = item.targets if isinstance(item, Run) else [item]

@@ -202,14 +202,14 @@ def _way(
     rows_of: dict[fx.Node, Rows | None] = {}
     for read, (shape, labels) in zip(nodes, inputs, strict=True):
         where = _place(shape, labels, run)
-        if where is None and not {*run}.isdisjoint(_labels(shape, labels)):
+        if where is None and not {*run}.isdisjoint(_present_labels(shape, labels)):
             return
         if rows_of.setdefault(read, where) != where:
             return
     results: list[Rows | Result] = []
     for shape, given in outputs:
         where = _place(shape, given, run) if given is not None else None
-        lacks = given is None or {*run}.isdisjoint(_labels(shape, given))
+        lacks = given is None or {*run}.isdisjoint(_present_labels(shape, given))
         if where is None and not (lacks and (given is None or dims.summed >= {*run})):
             return
         results.append(where or (Result.UNREAD if given is None else Result.SUM))
@@ -217,14 +217,14 @@ def _way(
     yield Way(read_rows, tuple(results), dims.exact and Result.SUM not in results)
 
 
-def _labels(shape: Shape, labels: Labels) -> Labels:
+def _present_labels(shape: Shape, labels: Labels) -> Labels:
     return tuple(label for size, label in zip(shape, labels, strict=True) if size != 1)
 
 
 def _place(shape: Shape, labels: Labels, run: Labels) -> Rows | None:
     """Return the dimensions of a tensor that have all of ``run``, unbroken."""
     at = [i for i, size in enumerate(shape) if size != 1]
-    present = _labels(shape, labels)
+    present = _present_labels(shape, labels)
     start = present.index(run[0]) if run[0] in present else len(present)
     if present[start : start + len(run)] != run:
         return None

@@ -205,7 +205,7 @@ def _unknown_loss_bytes(tangent: fx.Node, sizes: Mapping[str, int]) -> int:
     item_bytes = tangent.meta["val"].element_size()
     full = max(item_bytes, FULL_PRECISION_BYTES)
     copied = full if item_bytes < full else 0
-    return _elements(tangent, sizes) * int(copied + 2 * full + item_bytes)
+    return _element_count(tangent, sizes) * int(copied + 2 * full + item_bytes)
 
 
 def _each(table: StorageTable, ids: Iterable[int]) -> tuple[int, ...]:
@@ -228,10 +228,10 @@ def _unread_bytes(
 def tensor_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
     """Return the allocated bytes of a tensor's elements, whatever its storage."""
     value = node.meta["val"]
-    return allocated_bytes(_elements(node, sizes) * value.element_size(), value.device)
+    return allocated_bytes(_element_count(node, sizes) * value.element_size(), value.device)
 
 
-def _elements(node: fx.Node, sizes: Mapping[str, int]) -> int:
+def _element_count(node: fx.Node, sizes: Mapping[str, int]) -> int:
     (layout,) = layouts_of(node)
     return math.prod(number_at(n, sizes) for n in layout.shape)
 

@@ -138,7 +138,7 @@ class _Stage:
     def option(self, option: int, kept: tuple[int, ...], recompute_s: float) -> SaveOption:
         """Return the save option that keeps the storages ``kept``."""
         # The first forward keeps what the backward reads of this stage.
-        inputs = self._backward(option).inputs
+        inputs = self._backward_footprint(option).inputs
         read = frozenset(inputs).intersection(n for n in self._nodes.forward if is_tensor(n))
         held_bytes = self.chain.nbytes(self.chain.added(self.index, kept))
         return SaveOption(
@@ -167,14 +167,14 @@ class _Stage:
         forward = self.evaluator.call_footprint(self.index, Mode.FIRST, asked, kept=True)
         return max(forward.peak_bytes - held_bytes - pinned, 0)
 
-    def _backward(self, option: int) -> CallFootprint:
+    def _backward_footprint(self, option: int) -> CallFootprint:
         asked = self._nodes.results
         return self.evaluator.call_footprint(
             self.index, Mode.BACKWARD, asked, option=option, kept=False
         )
 
     def _backward_extra(self, option: int) -> int:
-        extra = self._backward(option).peak_bytes
+        extra = self._backward_footprint(option).peak_bytes
         if self.index == len(self.chain) - 1:
             context = self.evaluator.context_bytes
             extra = max(0, extra + context.backward_bytes, context.loss_point_bytes)

@@ -214,9 +214,9 @@ class _Gradients:
 
     def of_branch(self, branch: int, first: int, end: int) -> Sequence[int]:
         """Return the bytes that a branch holds after its stages from ``first + i`` on, by ``i``."""
-        return [self._held(branch, level) for level in range(first, end + 1)]
+        return [self._held_bytes(branch, level) for level in range(first, end + 1)]
 
-    def _held(self, branch: int, level: int) -> int:
+    def _held_bytes(self, branch: int, level: int) -> int:
         total = 0
         for gradient in self.gradients:
             owner = self.branching.branch_at(gradient.born)

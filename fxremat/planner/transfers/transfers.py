@@ -238,7 +238,7 @@ class Transfers:
         if best is self.search.baseline:
             return best  # everything fits, so nothing travels or is recomputed
         best = _faster(best, self._cached_within(budget_bytes))
-        for base, candidate in self._by_time():
+        for base, candidate in self._bases_by_time():
             if best is not None and candidate.total_s >= best.total_s:
                 break
             best = _faster(best, self._moved(base, candidate, budget_bytes, best))
@@ -325,7 +325,7 @@ class Transfers:
             return None
         return self.search.fastest_within(budget_bytes)
 
-    def _by_time(self) -> list[tuple[Movable, Candidate]]:
+    def _bases_by_time(self) -> list[tuple[Movable, Candidate]]:
         pairs = zip(self.movable, self.candidates, strict=True)
         return sorted(pairs, key=lambda pair: pair[1].total_s)
 
