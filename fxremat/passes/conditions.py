@@ -15,8 +15,8 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.passes.contract import PassConfig, Violation
 from fxremat.passes.joint import rng
+from fxremat.passes.joint.fixed_sizes import is_symbolic
 from fxremat.passes.joint.graph import is_getitem, is_tensor, tensors_of
-from fxremat.passes.joint.settle import is_symbolic
 from fxremat.passes.step_graph import StepGraph
 
 Violations = Iterator[Violation]

@@ -34,8 +34,8 @@ from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.fixed_sizes import fix_sizes, placed_on
 from fxremat.passes.joint.layouts import as_kernels_leave
-from fxremat.passes.joint.settle import placed_on, settle
 from fxremat.passes.joint.user_kernels import with_launches
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.runs import Large
@@ -81,7 +81,7 @@ def _lay_as_kernels(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 
 def _fix_sizes(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Replace sizes that are symbols by numbers, which still know their expression."""
-    module, sizes = settle(graph.module)
+    module, sizes = fix_sizes(graph.module)
     return graph if module is graph.module else graph.changed(module, sizes=sizes)
 
 
@@ -164,7 +164,7 @@ _BUILD = Pass(
     requires=(sizes_are_numbers, launches_are_operations),
     ensures=(nothing_is_detached, nothing_is_dead, values_follow, draws_are_recorded),
     raises={
-        CaptureError: "an operation runs a graph of its own, waits for other processes in a way "
+        CaptureError: "an operation runs a nested graph, waits for other processes in a way "
         "that cannot be measured, or returns a sparse tensor",
         SizesError: "a size is still a symbol",
         GraphError: "the graph is not what AOTAutograd promises: an operation writes into its "
