@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from fxremat.errors import FxrematError, GraphError
-from fxremat.passes.conditions import Violations, layout, results_of, sizes_are_numbers
+from fxremat.passes.conditions import Violations, described_layout, results_of, sizes_are_numbers
 from fxremat.passes.contract import Condition, Pass, PassConfig, Violation, statement_of
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.graph import build_storage_table, tensors_of
@@ -30,27 +30,27 @@ def is_wanted() -> bool:
     return os.environ.get(VARIABLE) == "1"
 
 
-def run_checked(own: Pass, graph: StepGraph, *, config: PassConfig) -> StepGraph:
+def run_checked(entry: Pass, graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Run a pass, and check what it requires, what it raises, and what it leaves.
 
     Raises:
         GraphError: the contract is violated; the error names the nodes.
         FxrematError: as the pass raises it.
     """
-    _raise_first("it requires that", own.requires, graph, before=graph, config=config)
-    given = _fingerprint(graph)
+    _raise_first("it requires that", entry.requires, graph, before=graph, config=config)
+    fingerprint = _fingerprint(graph)
     try:
-        made = own.run(graph, config=config)
+        made = entry.run(graph, config=config)
     except FxrematError as error:
-        if isinstance(error, (GraphError, *own.raises)):
+        if isinstance(error, (GraphError, *entry.raises)):
             raise
         raise GraphError(
             f"it raised {type(error).__name__}, which its contract does not list: {error}"
         ) from error
     if made is not graph:
-        _check_unchanged(graph, given)
+        _check_unchanged(graph, fingerprint)
         _raise_first("every pass ensures that", INVARIANTS, made, before=graph, config=config)
-    _raise_first("it ensures that", own.ensures, made, before=graph, config=config)
+    _raise_first("it ensures that", entry.ensures, made, before=graph, config=config)
     return made
 
 
@@ -64,10 +64,11 @@ def _raise_first(
 ) -> None:
     """Raise an error for the first condition that is violated."""
     for condition in conditions:
-        found = list(condition(graph, before=before, config=config))
-        if found:
-            shown = "; ".join(map(_described, found[:MOST_SHOWN]))
-            rest = f" (and {len(found) - MOST_SHOWN} more)" if len(found) > MOST_SHOWN else ""
+        violations = list(condition(graph, before=before, config=config))
+        if violations:
+            shown = "; ".join(map(_described, violations[:MOST_SHOWN]))
+            more = len(violations) - MOST_SHOWN
+            rest = f" (and {more} more)" if more > 0 else ""
             statement = statement_of(condition)
             raise GraphError(f"{who} {statement[0].lower()}{statement[1:]}, but {shown}{rest}")
 
@@ -122,7 +123,7 @@ def values_are_described(graph: StepGraph, *, before: StepGraph, config: PassCon
             yield node, "carries no traced value"
         elif LAYOUTS in node.meta:
             values = [layout_of(t).numbers for t in tensors_of(node)]
-            listed = [tuple(map(int, own.numbers)) for own in layouts_of(node)]
+            listed = [tuple(map(int, layout.numbers)) for layout in layouts_of(node)]
             if values != listed:
                 yield node, f"lies as {values}, and its layouts say {listed}"
 
@@ -131,7 +132,7 @@ def signature_is_kept(graph: StepGraph, *, before: StepGraph, config: PassConfig
     """Primals, tangents, mutated primals, results and gradients stay, in number and order."""
     output = graph.module.graph.output_node()
     placeholders, others = (
-        own.module.graph.find_nodes(op="placeholder") for own in (graph, before)
+        step.module.graph.find_nodes(op="placeholder") for step in (graph, before)
     )
     for now, then in zip(placeholders, others, strict=False):
         if now.name != then.name:
@@ -161,10 +162,10 @@ def inputs_lie_as_before(graph: StepGraph, *, before: StepGraph, config: PassCon
     if any(sizes_are_numbers(before, before=before, config=config)):
         return
     placeholders, others = (
-        own.module.graph.find_nodes(op="placeholder") for own in (graph, before)
+        step.module.graph.find_nodes(op="placeholder") for step in (graph, before)
     )
     for now, then in zip(placeholders, others, strict=True):
-        after, earlier = (list(map(layout, tensors_of(n))) for n in (now, then))
+        after, earlier = (list(map(described_layout, tensors_of(n))) for n in (now, then))
         if after != earlier:
             yield now, f"lies as {after}, and lay as {earlier}"
 
@@ -173,7 +174,7 @@ def draws_keep_their_order(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
     """Random draws stay, in number and order."""
-    draws, others = ([n for n in own.nodes if rng.draws(n)] for own in (graph, before))
+    draws, others = ([n for n in step.nodes if rng.draws(n)] for step in (graph, before))
     for now, then in zip(draws, others, strict=False):
         if rng.operation_of_draw(now) != rng.operation_of_draw(then):
             yield now, f"draws where {then.name} drew"
@@ -225,24 +226,27 @@ def storages_are_consistent(
         return
     table, now = graph.classified.storages, build_storage_table(graph.module.graph)
     for node in graph.nodes:
-        for tensor, own in zip(tensors_of(node), layouts_of(node), strict=True):
-            nbytes = _end_bytes(own, tensor.element_size())
-            if nbytes > own.storage_bytes:
-                yield node, f"ends at byte {nbytes} of a storage of {int(own.storage_bytes)} bytes"
-        listed, found = table.of_node.get(node, ()), now.of_node[node]
-        if listed != found:
-            yield node, f"lies in storages {found}, and the table says {listed}"
+        for tensor, layout in zip(tensors_of(node), layouts_of(node), strict=True):
+            nbytes = _end_bytes(layout, tensor.element_size())
+            if nbytes > layout.storage_bytes:
+                yield (
+                    node,
+                    f"ends at byte {nbytes} of a storage of {int(layout.storage_bytes)} bytes",
+                )
+        listed, actual = table.of_node.get(node, ()), now.of_node[node]
+        if listed != actual:
+            yield node, f"lies in storages {actual}, and the table says {listed}"
     for storage, (nbytes, listed_bytes) in enumerate(zip(now.nbytes, table.nbytes, strict=False)):
         if nbytes != listed_bytes:
             yield now.owner[storage], f"takes {nbytes} bytes, and the table says {listed_bytes}"
 
 
-def _end_bytes(own: Layout, element_bytes: int) -> int:
+def _end_bytes(layout: Layout, element_bytes: int) -> int:
     """Return the bytes of its storage up to the end of the last element of a tensor."""
-    shape, stride = ([*map(int, numbers)] for numbers in (own.shape, own.stride))
+    shape, stride = ([*map(int, numbers)] for numbers in (layout.shape, layout.stride))
     if 0 in shape:
         return 0
-    last = own.offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    last = layout.offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
     return (last + 1) * element_bytes
 
 

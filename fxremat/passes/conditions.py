@@ -15,8 +15,8 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.passes.contract import PassConfig, Violation
 from fxremat.passes.joint import rng
+from fxremat.passes.joint.fixed_sizes import is_symbolic
 from fxremat.passes.joint.graph import is_getitem, is_tensor, tensors_of
-from fxremat.passes.joint.settle import is_symbolic
 from fxremat.passes.step_graph import StepGraph
 
 Violations = Iterator[Violation]
@@ -54,7 +54,7 @@ def sizes_are_numbers(graph: StepGraph, *, before: StepGraph, config: PassConfig
 
 def tensors_are_on_target(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
     """Each dense tensor is on the device that the step is estimated for."""
-    for node in graph.nodes:
+    for node in (n for n in graph.nodes if "val" in n.meta):
         for tensor in tensors_of(node):
             is_placed = config.target is None or tensor.device.type == config.target.type
             if tensor.layout is torch.strided and not is_placed:
@@ -110,12 +110,12 @@ def results_lie_as_before(graph: StepGraph, *, before: StepGraph, config: PassCo
         if isinstance(now, fx.Node) != isinstance(then, fx.Node):
             yield output, f"returns {now}, and returned {then}"
         elif isinstance(now, fx.Node) and isinstance(then, fx.Node):
-            after, earlier = (list(map(layout, tensors_of(n))) for n in (now, then))
+            after, earlier = (list(map(described_layout, tensors_of(n))) for n in (now, then))
             if after != earlier:
                 yield now, f"is a result that lies as {after}, and lay as {earlier}"
 
 
-def layout(tensor: torch.Tensor) -> tuple[object, ...]:
+def described_layout(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return dtype, shape and strides at the sizes of the capture.
 
     The stride of a dimension with fewer than two elements says nothing, and is left out.

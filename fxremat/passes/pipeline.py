@@ -34,8 +34,8 @@ from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.fixed_sizes import fix_sizes, placed_on
 from fxremat.passes.joint.layouts import as_kernels_leave
-from fxremat.passes.joint.settle import placed_on, settle
 from fxremat.passes.joint.user_kernels import with_launches
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.runs import Large
@@ -67,7 +67,7 @@ def has_parts(config: PassConfig) -> bool:
 
 
 def _take_launches(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Turn launches of Triton kernels of the user into operations that have the kernel's name."""
+    """Make an operation, named after its kernel, of each launch of a user's Triton kernel."""
     module = with_launches(graph.module)
     return graph if module is graph.module else graph.changed(module)
 
@@ -80,13 +80,13 @@ def _lay_as_kernels(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 
 
 def _fix_sizes(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Replace sizes that are symbols by numbers, which still know their expression."""
-    module, sizes = settle(graph.module)
+    """Replace sizes that are symbols by numbers that keep their expression."""
+    module, sizes = fix_sizes(graph.module)
     return graph if module is graph.module else graph.changed(module, sizes=sizes)
 
 
 def _lay_channels_last(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Lay the tensors of convolutions with channels last where Inductor would."""
+    """Give tensors of convolutions the channels-last layout where Inductor would."""
     module = with_channels_last(graph.module)
     return graph if module is graph.module else graph.changed(module)
 
@@ -165,7 +165,7 @@ _BUILD = Pass(
     requires=(sizes_are_numbers, launches_are_operations),
     ensures=(nothing_is_detached, nothing_is_dead, values_follow, draws_are_recorded),
     raises={
-        CaptureError: "an operation runs a graph of its own, waits for other processes in a way "
+        CaptureError: "an operation runs a nested graph, waits for other processes in a way "
         "that cannot be measured, or returns a sparse tensor",
         SizesError: "a size is still a symbol",
         GraphError: "the graph is not what AOTAutograd promises: an operation writes into its "
@@ -238,36 +238,36 @@ PASSES: list[Pass] = [
     ),
     replace(_LINEARIZE, when=has_units),
 ]
-"""All passes, in the order in which they run. A name that occurs more than once stands for the
-first of its passes."""
+"""All passes, in the order in which they run. A name that occurs more than once refers to the first
+pass of that name."""
 
-_OURS = tuple(PASSES)
+_BUILT_IN = tuple(PASSES)
 
 
-def add_pass(own: Pass, *, after: str) -> None:
+def add_pass(new: Pass, *, after: str) -> None:
     """Add a pass to the list.
 
     A pass that changes operations goes after ``build`` or ``split``; one that reads stages, and
     changes nothing, after ``linearize``. Processes that train together must all have it.
 
     Args:
-        own: the pass. Its name becomes a setting that costs and plans hold for.
+        new: the pass. Its name becomes a setting that costs and plans hold for.
         after: the name of the pass that precedes it.
 
     Raises:
         ArgumentError: ``after`` names no pass, or the list has a pass of that name already.
     """
-    names = [known.name for known in PASSES]
+    names = [entry.name for entry in PASSES]
     if after not in names:
         refuse("after", after, f"one of {', '.join(dict.fromkeys(names))}")
-    if own.name in names:
-        refuse("name", own.name, "another name than those in fxremat.passes.pipeline.PASSES")
-    PASSES.insert(names.index(after) + 1, own)
+    if new.name in names:
+        refuse("name", new.name, "another name than those in fxremat.passes.pipeline.PASSES")
+    PASSES.insert(names.index(after) + 1, new)
 
 
 def added_passes() -> tuple[str, ...]:
     """Return the names of passes that :func:`add_pass` has added, in the order of the list."""
-    return tuple(own.name for own in PASSES if own not in _OURS)
+    return tuple(entry.name for entry in PASSES if entry not in _BUILT_IN)
 
 
 def run_passes(
@@ -286,19 +286,19 @@ def run_passes(
             in the environment. The error names the pass and the node.
         FxrematError: as the passes raise it.
     """
-    names = [known.name for known in PASSES]
+    names = [entry.name for entry in PASSES]
     begin = 0 if first is None else names.index(first)
     end = None if before is None else names.index(before)
     checks = check.is_wanted()
-    for own in PASSES[begin:end]:
-        if own.when(config):
+    for entry in PASSES[begin:end]:
+        if entry.when(config):
             try:
                 if checks:
-                    graph = check.run_checked(own, graph, config=config)
+                    graph = check.run_checked(entry, graph, config=config)
                 else:
-                    graph = own.run(graph, config=config)
+                    graph = entry.run(graph, config=config)
             except GraphError as error:
-                raise GraphError(f"pass {own.name!r}: {error}") from error
+                raise GraphError(f"pass {entry.name!r}: {error}") from error
     return graph
 
 
@@ -318,30 +318,30 @@ def _page_lines() -> Iterator[str]:
     yield ""
     yield from (f"* {statement_of(condition)}." for condition in check.INVARIANTS)
     printed: set[str] = set()
-    for number, own in enumerate(PASSES, 1):
-        yield f"\n## {number}. {own.name}\n"
-        if own.name in printed:
-            yield f"As above.{_when(own)}"
+    for number, entry in enumerate(PASSES, 1):
+        yield f"\n## {number}. {entry.name}\n"
+        if entry.name in printed:
+            yield f"As above.{_when(entry)}"
         else:
-            yield f"{statement_of(own.run)}.{_when(own)}"
-            yield from _contract_lines(own)
-        printed.add(own.name)
+            yield f"{statement_of(entry.run)}.{_when(entry)}"
+            yield from _contract_lines(entry)
+        printed.add(entry.name)
 
 
-def _contract_lines(own: Pass) -> Iterator[str]:
+def _contract_lines(entry: Pass) -> Iterator[str]:
     lines = [
-        *(f"* Requires: {statement_of(condition)}." for condition in own.requires),
-        *(f"* Ensures: {statement_of(condition)}." for condition in own.ensures),
-        *(f"* Raises `{kind.__name__}`: {when}." for kind, when in own.raises.items()),
+        *(f"* Requires: {statement_of(condition)}." for condition in entry.requires),
+        *(f"* Ensures: {statement_of(condition)}." for condition in entry.ensures),
+        *(f"* Raises `{kind.__name__}`: {when}." for kind, when in entry.raises.items()),
     ]
     if lines:
         yield ""
         yield from lines
 
 
-def _when(own: Pass) -> str:
+def _when(entry: Pass) -> str:
     """Return the sentence that says when a pass runs; nothing where it always does."""
-    if own.when is always:
+    if entry.when is always:
         return ""
-    statement = statement_of(own.when)
+    statement = statement_of(entry.when)
     return f" Runs {statement[0].lower()}{statement[1:]}."

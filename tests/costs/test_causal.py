@@ -13,9 +13,9 @@ from fxremat.costs import causal
 from fxremat.costs.cache import CostCache
 from fxremat.costs.causal import CausalMasks
 from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.fixed_sizes import fix_sizes
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.masks import BACKWARD, FORWARD, CanReplace
-from fxremat.passes.joint.settle import settle
 from tests.harness import SEED, Captured, capture, run_traced
 from tests.models.bits import assert_bitwise_equal, first_difference
 
@@ -62,7 +62,7 @@ def step_of(model: nn.Module, *more: Tensor, dtype: torch.dtype = torch.float32)
 
 
 def replaced(step: Captured, can_replace: CanReplace | None = None) -> JointGraph:
-    module, sizes = settle(step.traced)
+    module, sizes = fix_sizes(step.traced)
     return build_joint_graph(
         module,
         forward_output_count=step.output_count,

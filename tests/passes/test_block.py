@@ -188,5 +188,7 @@ def test_an_input_that_is_no_tensor_is_named():
     split = next(n for n in step.joint.forward if isinstance(n.meta["val"], (tuple, list)))
     pick = next(n for n in split.users if is_getitem(n))
     block = Block(0, Mode.FIRST, (pick,), (split,), (pick,), frozenset())
-    with pytest.raises(GraphError, match=f"{split.name} crosses a stage boundary but is no tensor"):
+    with pytest.raises(
+        GraphError, match=rf"{split.name} \(.*\) crosses a stage boundary but is no tensor"
+    ):
         build_graph(block)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fxremat.passes.joint.digest import Digests, digest, structure_digest
-from fxremat.passes.joint.settle import settle
+from fxremat.passes.joint.fixed_sizes import fix_sizes
 from tests.harness import capture
 from tests.sized import capture_sized
 
@@ -87,8 +87,8 @@ class _OfY(_OfX):
 
 def _digest_of(model: nn.Module, batch: int) -> Digests:
     step = capture_sized(model, (torch.ones(batch, 4),), dims=[(0,)])
-    settled, _sizes = settle(step.traced)
-    return digest(settled, forward_output_count=step.output_count, mutated_primals=step.mutated)
+    fixed, _sizes = fix_sizes(step.traced)
+    return digest(fixed, forward_output_count=step.output_count, mutated_primals=step.mutated)
 
 
 def test_names_of_symbols_make_no_difference_but_sizes_do():

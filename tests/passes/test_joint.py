@@ -14,8 +14,8 @@ from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.fixed_sizes import fix_sizes
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.settle import settle
 from tests.harness import SEED, Captured, capture, captured, run_traced
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
@@ -218,7 +218,7 @@ def test_a_size_that_depends_on_data_is_named_with_its_line():
 
     _, module = broken(size)
     with pytest.raises(CaptureError, match=r"(?s)u0 .*aten.add.Tensor.*model.py.*line 17"):
-        settle(module)
+        fix_sizes(module)
 
 
 def test_a_missing_gradient_is_noticed():

@@ -13,7 +13,7 @@ from fxremat import torch_compat
 from fxremat.effort import USUAL
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.joint.build import build_joint_graph
-from fxremat.passes.joint.settle import settle
+from fxremat.passes.joint.fixed_sizes import fix_sizes
 from fxremat.passes.stages.linearize import linearize
 from tests.fused import taken_apart
 from tests.harness import SEED, Captured, flatten, run_traced
@@ -176,6 +176,6 @@ def test_a_graph_of_any_size_is_itself():
     x = torch.randn(4, 3, 8, 8)
     torch._dynamo.mark_dynamic(x, 0)
     step = taken_apart(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), x, dynamic=None)
-    module, sizes = settle(step.traced)
+    module, sizes = fix_sizes(step.traced)
     assert sizes
     assert with_channels_last(module) is module

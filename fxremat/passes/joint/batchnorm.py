@@ -1,9 +1,11 @@
-"""BatchNorm: its statistics move once a step, however often it is recomputed; and it may be undone.
+"""BatchNorm: update its statistics once a step, and rebuild its input from its output.
 
-Undone: a norm's input is rebuilt from the output of the leaky ReLU after it. Rota Bulò, Porzi and
-Kontschieder (In-Place Activated BatchNorm, 2018), and Hascoet et al. after them: that output is
-kept anyway, for the convolution that reads it, and the input of the norm can be computed from it
-instead of by the convolution before. Equal in exact arithmetic, not in the last bits.
+However often a norm is recomputed, its running statistics are updated by its first run only.
+
+The input of a norm can be rebuilt from the output of the leaky ReLU after it, which is kept in any
+case for the convolution that reads it, instead of by the convolution before the norm. This is from
+Rota Bulò, Porzi and Kontschieder (In-Place Activated BatchNorm, 2018), and Hascoet et al. after
+them. The rebuilt input is equal in exact arithmetic, but not in the last bits.
 """
 
 from __future__ import annotations
@@ -23,17 +25,20 @@ aten = torch.ops.aten
 FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 STATELESS = aten._native_batch_norm_legit.no_stats
 NORMALIZED_VALUES = 3
-"""The results that BatchNorms with and without statistics share: output, mean, deviation."""
+"""Results that BatchNorms with and without statistics share: output, mean, inverse deviation."""
 
 INVERSE = torch.ops.fxremat.invert_batch_norm.default
 assert invert_batch_norm is not None  # imported for its registration
 
 DEFAULT_SLOPE = 0.01
-"""The slope of torch's leaky ReLU where none is given."""
+"""The slope of torch's leaky ReLU by default."""
 
 
 def drop_running_statistics(graph: fx.Graph) -> None:
-    """Save no running statistics for backwards: in training mode they read none."""
+    """Let backwards in training mode read no running statistics, which they do not use.
+
+    ``graph`` is changed.
+    """
     for node in graph.find_nodes(
         op="call_function", target=aten.native_batch_norm_backward.default
     ):
@@ -43,23 +48,27 @@ def drop_running_statistics(graph: fx.Graph) -> None:
 
 
 def updates_statistics(node: fx.Node) -> bool:
-    """Whether ``node`` normalizes by the batch and returns new running statistics."""
+    """Return whether ``node`` normalizes by the batch and returns new running statistics."""
     return node.target is FUNCTIONAL and node.args[5] is True
 
 
 def reads_for_value(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What the normalized values of such a node depend on: not the running statistics."""
+    """Return what the normalized values of a norm that updates statistics depend on."""
     return tuple(n for n in node.args[:3] if isinstance(n, fx.Node))
 
 
 def stateless_arguments(node: fx.Node) -> tuple[object, ...]:
-    """Arguments of :data:`STATELESS` for the normalized values of such a node."""
+    """Return the arguments with which :data:`STATELESS` gives the normalized values of a norm.
+
+    Args:
+        node: a norm that updates statistics.
+    """
     x, weight, bias, _mean, _var, train, momentum, eps = node.args
     return (x, weight, bias, train, momentum, eps)
 
 
 def is_new_statistic(node: fx.Node) -> bool:
-    """Whether ``node`` is a new running mean or variance."""
+    """Return whether ``node`` is a new running mean or variance."""
     if not is_getitem(node):
         return False
     (source,), index = node.all_input_nodes, node.args[1]
@@ -67,9 +76,9 @@ def is_new_statistic(node: fx.Node) -> bool:
 
 
 def read_results(graph: fx.Graph) -> None:
-    """Let backwards of leaky ReLUs read the result instead of the input: the same bits.
+    """Let backwards of leaky ReLUs read the result instead of the input; ``graph`` is changed.
 
-    They only ask for the sign, which a positive slope does not change.
+    Bits stay the same: only the sign is used, which a positive slope does not change.
     """
     for node in graph.find_nodes(op="call_function", target=aten.leaky_relu_backward.default):
         gradient, source = node.all_input_nodes
@@ -80,12 +89,14 @@ def read_results(graph: fx.Graph) -> None:
 
 
 def rebuild_norm_inputs(graph: fx.Graph) -> None:
-    """Let backwards of BatchNorms read an input that is computed from the activation's output.
+    """Let backwards of BatchNorms read an input that is rebuilt from the output of the activation.
 
-    Requires: backwards of leaky ReLUs read their results where they can.
-    Ensures: what a forward returns is the same to the last bit; gradients are up to rounding.
+    ``graph`` is changed.
+
+    Requires: backwards of leaky ReLUs read results (:func:`read_results`).
+    Ensures: results of the forward keep their bits; gradients may round otherwise.
     """
-    for pair in list(_pairs(graph)):
+    for pair in list(_norms_to_undo(graph)):
         scale_and_shift = pair.norm.args[1:3]
         slope = _slope_of(pair.activation)
         arguments = (pair.activation, *scale_and_shift, pair.mean, pair.rstd, slope)
@@ -98,13 +109,13 @@ def rebuild_norm_inputs(graph: fx.Graph) -> None:
 
 
 def is_inverse(node: fx.Node) -> bool:
-    """Whether ``node`` rebuilds the input of a norm: only backwards read it."""
+    """Return whether ``node`` rebuilds the input of a norm, which only backwards read."""
     return node.target is INVERSE
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
-    """A norm, the leaky ReLU that alone reads its result, and the norm's backwards."""
+class _NormAndActivation:
+    """A norm, the leaky ReLU that is the only reader of its result, and backwards of the norm."""
 
     source: fx.Node
     norm: fx.Node
@@ -114,20 +125,20 @@ class _Pair:
     backwards: list[fx.Node]
 
 
-def _pairs(graph: fx.Graph) -> Iterator[_Pair]:
+def _norms_to_undo(graph: fx.Graph) -> Iterator[_NormAndActivation]:
     for norm in filter(updates_statistics, graph.nodes):
         values = {n.args[1]: n for n in values_of(norm)}
         source = norm.all_input_nodes[0]
         readers = [n for n in source.users if n is not norm]
         backwards = [n for n in readers if n.target is aten.native_batch_norm_backward.default]
-        # Anything else that reads the input would keep it anyway.
+        # Any other reader of the input would keep it in memory.
         if not backwards or len(backwards) < len(readers) or not {0, 1, 2} <= values.keys():
             continue
         activations = [n for n in values[0].users if _is_activation(n)]
-        alone = len(values[0].users) == len(activations) == 1
-        alike = source.meta["val"].stride() == values[0].meta["val"].stride()
-        if alone and alike and _slope_of(activations[0]) > 0:
-            yield _Pair(source, norm, values[1], values[2], activations[0], backwards)
+        is_only_reader = len(values[0].users) == len(activations) == 1
+        same_strides = source.meta["val"].stride() == values[0].meta["val"].stride()
+        if is_only_reader and same_strides and _slope_of(activations[0]) > 0:
+            yield _NormAndActivation(source, norm, values[1], values[2], activations[0], backwards)
 
 
 def _is_activation(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""AOTAutograd's joint graph, taken over: classified, normalized and verified."""
+"""Normalize AOTAutograd's joint graph, classify its operations, and verify it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError, SizesError
 from fxremat.passes.joint import batchnorm, masks, rng, user_kernels
 from fxremat.passes.joint.constraints import constraint_of
+from fxremat.passes.joint.fixed_sizes import is_symbolic
 from fxremat.passes.joint.graph import (
     JointGraph,
     build_storage_table,
@@ -21,11 +22,10 @@ from fxremat.passes.joint.graph import (
     tensors_of,
     values_of,
 )
-from fxremat.passes.joint.settle import is_symbolic
 from fxremat.passes.joint.sizes import Sizes, describe_like
 
 SMALL_BYTES = 512
-"""Results of equal operations up to this size may live longer than they had to."""
+"""Equal operations are one whatever the lifetime of their result if it takes at most this."""
 
 
 def build_joint_graph(
@@ -38,27 +38,30 @@ def build_joint_graph(
     sizes: Sizes | None = None,
     can_replace: masks.CanReplace | None = None,
 ) -> JointGraph:
-    """Take over AOTAutograd's joint graph.
+    """Build the joint graph of a step from what AOTAutograd traced.
 
     Args:
         module: the traced joint graph; it is copied, not changed.
         forward_output_count: how many of its outputs belong to the forward.
         mutated_primals: indices of the primals that the forward mutates.
-        exact: every value is computed as it was traced; else inputs of norms may be rebuilt
-            from outputs, see :mod:`fxremat.passes.joint.batchnorm`.
-        shared: equal operations are one also where their result is large and kept for the backward.
-        sizes: the symbols that the graph follows, as found by settling it.
-        can_replace: whether ``is_causal`` can replace a mask of attention; ``None``: no mask is
-            replaced. None is where sizes are symbols either: a mask may be causal at one size only.
+        exact: compute every value as it was traced. Otherwise inputs of norms may be rebuilt from
+            outputs, see :mod:`fxremat.passes.joint.batchnorm`.
+        shared: let one operation stand for equal ones also where the result is large and kept for
+            the backward.
+        sizes: the symbols that the graph follows; ``module`` has numbers in their place.
+        can_replace: returns whether ``is_causal`` can replace a mask of attention. No mask is
+            replaced where this is ``None``, or where the graph follows symbols: a mask may be
+            causal at one size only.
 
-    Requires: ``module`` is functional; one with symbols in place of sizes was settled
-        (:func:`fxremat.passes.joint.settle.settle`).
-    Ensures: ``detach`` is gone, equal operations are one, values of an operation, and waits for
-        it, directly follow it, every operation is forward or backward, no forward operation reads a
-        backward one.
+    Requires: ``module`` is functional, and no size is a symbol of torch
+        (:func:`fxremat.passes.joint.fixed_sizes.fix_sizes`).
+    Ensures: no ``detach`` is left; equal operations are one; the values of an operation, and waits
+        for it, directly follow it; every operation is of the forward or of the backward; no forward
+        operation reads a backward one.
 
     Raises:
-        CaptureError: an operation runs a graph of its own, or waits for other processes.
+        CaptureError: an operation runs a nested graph, or waits for other processes in a way whose
+            cost is unknown.
         SizesError: a size is a symbol.
         GraphError: the graph is not what AOTAutograd promises.
     """
@@ -70,7 +73,7 @@ def build_joint_graph(
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     owner = torch_compat.graph_module(module, graph)
-    _return_gradients_alone(graph, forward_output_count)
+    _drop_opaque_gradients(graph, forward_output_count)
     _erase_detach(graph)
     user_kernels.make_results_inside(graph)
     if can_replace is not None and not sizes:
@@ -94,7 +97,11 @@ def build_joint_graph(
 
 
 def rebuilt(joint: JointGraph, module: fx.GraphModule) -> JointGraph:
-    """A joint graph that was made of ``joint``, with the same inputs and results.
+    """Classify ``module``, which was made from ``joint`` and has the same inputs and results.
+
+    Args:
+        joint: the graph before the change.
+        module: the graph after it. Values are moved to the operation that returns them.
 
     Raises:
         GraphError: the graph is not what :func:`build_joint_graph` ensures.
@@ -108,7 +115,7 @@ def rebuilt(joint: JointGraph, module: fx.GraphModule) -> JointGraph:
 
 
 def _check_collectives(graph: fx.Graph) -> None:
-    """Refuse collectives that nothing stands for where they are measured."""
+    """Refuse collectives that have no local stand-in to be measured by."""
     for node in graph.nodes:
         if torch_compat.is_collective(node) and torch_compat.alone(node.target) is None:
             raise CaptureError(
@@ -120,8 +127,8 @@ def _check_collectives(graph: fx.Graph) -> None:
             )
 
 
-def _return_gradients_alone(graph: fx.Graph, forward_output_count: int) -> None:
-    """Drop results of the backward that are no tensors, such as a mesh: its caller has them."""
+def _drop_opaque_gradients(graph: fx.Graph, forward_output_count: int) -> None:
+    """Drop results of the backward that are no tensors, such as a mesh; the caller has them."""
     output = graph.output_node()
     results = _flat(output.args[0])
     gradients = [
@@ -132,13 +139,13 @@ def _return_gradients_alone(graph: fx.Graph, forward_output_count: int) -> None:
 
 
 def _check_flat(module: fx.GraphModule) -> None:
-    """Refuse control flow: the memory of a graph inside a node is not known."""
+    """Refuse control flow: the memory of a graph inside a node is unknown."""
     for node in module.graph.find_nodes(op="get_attr"):
         value = operator.attrgetter(str(node.target))(module)
         if isinstance(value, fx.GraphModule):
             reader = next(iter(node.users))
             raise CaptureError(
-                f"{reader.target} runs a graph of its own"
+                f"{reader.target} runs a nested graph"
                 f"{torch_compat.described_lines(reader)}\n"
                 "fxremat plans flat graphs: take control flow (torch.cond, while_loop, scan, …) "
                 "out of the forward"
@@ -146,7 +153,7 @@ def _check_flat(module: fx.GraphModule) -> None:
 
 
 def _erase_detach(graph: fx.Graph) -> None:
-    """A detached tensor is its source: one name for both keeps it in one stage."""
+    """Replace detached tensors by their source, so that both are in one stage."""
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
@@ -154,9 +161,9 @@ def _erase_detach(graph: fx.Graph) -> None:
 
 
 def _gather_operations(graph: fx.Graph) -> None:
-    """Put the values of an operation, and waits for it, directly after it.
+    """Move the values of an operation, and waits for it, directly after it.
 
-    What waits for a collective returns its very result.
+    A wait for a collective returns the result itself, so it gets a view of that as its value.
     """
     for node in list(graph.nodes):
         for value in reversed(values_of(node)):
@@ -170,7 +177,7 @@ def _gather_operations(graph: fx.Graph) -> None:
 
 
 def _eliminate_dead_code(graph: fx.Graph) -> None:
-    """Drop what nobody reads, but never a random draw: it advances the generator."""
+    """Erase operations that nothing reads, except random draws, which advance the generator."""
     for node in reversed(list(graph.nodes)):
         removable = node.op in ("call_function", "get_attr")
         if removable and not node.users and not torch_compat.draws_random_numbers(node):
@@ -180,13 +187,13 @@ def _eliminate_dead_code(graph: fx.Graph) -> None:
 def _keep_old_values(
     graph: fx.Graph, forward_output_count: int, mutated_primals: Sequence[int]
 ) -> None:
-    """Copy the primals whose old value may be read again after the forward replaced it.
+    """Copy the primals whose old value may be read again after the forward has replaced it.
 
-    A reader that leads to outputs alone runs once, and BatchNorm is recomputed without its
-    statistics: neither needs the copy.
+    Two kinds of readers need no copy. One that leads only to outputs runs once, and BatchNorm is
+    recomputed without its statistics.
     """
     primals = [n for n in graph.nodes if n.op == "placeholder" and not torch_compat.is_tangent(n)]
-    once = _running_once(graph, forward_output_count)
+    once = _only_for_outputs(graph, forward_output_count)
     for primal in (primals[i] for i in mutated_primals):
         readers = [
             user
@@ -202,8 +209,8 @@ def _keep_old_values(
                 user.replace_input_with(primal, old)
 
 
-def _running_once(graph: fx.Graph, forward_output_count: int) -> set[fx.Node]:
-    """Outputs of the forward, and what leads to nothing but such."""
+def _only_for_outputs(graph: fx.Graph, forward_output_count: int) -> set[fx.Node]:
+    """Return outputs of the forward, and operations that only such outputs depend on."""
     outputs = set(_flat(graph.output_node().args[0])[:forward_output_count])
     once: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -213,12 +220,12 @@ def _running_once(graph: fx.Graph, forward_output_count: int) -> set[fx.Node]:
 
 
 def _merge_duplicates(joint: JointGraph, *, shared: bool) -> None:
-    """Let the first of equal forward operations, such as a mask per layer, stand for all.
+    """Replace equal forward operations, such as a mask for each layer, by the first of them.
 
-    Both give the same bits, so one can stand for both, wherever that takes no memory: where its
-    result is a view, a few bytes, or, ``shared``, kept for the backward anyway. The graph of
-    ``joint`` is changed. In it every tensor has the bits it had, and no result is another's alias
-    that was not.
+    They give the same bits. One replaces another where that takes no memory: where the result is a
+    view, takes a few bytes, or, with ``shared``, is kept for the backward anyway. The graph of
+    ``joint`` is changed; every tensor in it keeps its bits, and no result becomes an alias of
+    another.
     """
     table = joint.storages
     given = table.of(joint.given)
@@ -228,7 +235,7 @@ def _merge_duplicates(joint: JointGraph, *, shared: bool) -> None:
     for node in joint.forward:
         if torch_compat.draws_random_numbers(node) or batchnorm.updates_statistics(node):
             continue
-        # As they are written, so that 1, 1.0 and True, or 0.0 and -0.0, differ.
+        # Arguments are compared as text, so that 1, 1.0 and True, or 0.0 and -0.0, differ.
         call = node.target, repr(node.args), repr(node.kwargs)
         decided = constraint_of(node)
         first = first_of.setdefault((call, decided and decided.answer), node)
@@ -243,12 +250,11 @@ def _merge_duplicates(joint: JointGraph, *, shared: bool) -> None:
         if free and returned.isdisjoint({*storages, *table.of_node[node]}):
             node.replace_all_uses_with(first)
             joint.module.graph.erase_node(node)
-            for gone, stays in zip(tensors_of(node), tensors_of(first), strict=True):
-                if torch_compat.storage_key(gone) != torch_compat.storage_key(stays):
-                    moved[torch_compat.storage_key(gone)] = stays
+            for erased, kept in zip(tensors_of(node), tensors_of(first), strict=True):
+                if torch_compat.storage_key(erased) != torch_compat.storage_key(kept):
+                    moved[torch_compat.storage_key(erased)] = kept
 
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in the storage that stands for its own, where that is gone."""
+    def in_kept_storage(tensor: torch.Tensor) -> torch.Tensor:
         base = tensor
         while torch_compat.storage_key(base) in moved:
             base = moved[torch_compat.storage_key(base)]
@@ -260,7 +266,7 @@ def _merge_duplicates(joint: JointGraph, *, shared: bool) -> None:
         )
 
     if moved:
-        replace_tensors(joint.module.graph, placed)
+        replace_tensors(joint.module.graph, in_kept_storage)
 
 
 def _classify(
@@ -297,7 +303,10 @@ def _flat(value: object) -> list[object]:
 def _backward_nodes(
     graph: fx.Graph, tangents: Sequence[fx.Node], forward_outputs: Sequence[object]
 ) -> set[fx.Node]:
-    """Whatever depends on a tangent, or was traced while differentiating for no output."""
+    """Return operations that depend on a tangent, or were traced while differentiating.
+
+    An operation of the latter kind that an output of the forward needs is of the forward.
+    """
     for_outputs = {n for n in forward_outputs if isinstance(n, fx.Node)}
     for node in reversed(graph.nodes):
         if node in for_outputs:

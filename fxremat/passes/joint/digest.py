@@ -1,4 +1,4 @@
-"""Digests of traced steps, the same in any process."""
+"""Digest traced steps, equally in every process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fxremat.passes.joint.sizes import LAYOUTS, Following, Layout
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What makes a traced step the same as another.
+    """What is equal for two traces of the same step.
 
     Attributes:
         operations: digest of the operations and their data flow.
-        code: digest of the whole trace: with sizes, dtypes, strides, storages, devices, constants
-            of operations and names of nodes, which emitted code has. Values of tensors are left
-            out.
+        code: digest of the whole trace, with sizes, dtypes, strides, storages, devices, constants
+            of operations, and names of nodes, which occur in emitted code. It does not depend on
+            values of tensors.
         inputs: dtype and shape of each parameter, buffer and argument.
     """
 
@@ -35,9 +35,12 @@ class Digests:
 def digest(
     module: fx.GraphModule, *, forward_output_count: int, mutated_primals: Sequence[int]
 ) -> Digests:
-    """The digests of AOTAutograd's joint graph, ``module``.
+    """Digest a joint graph as AOTAutograd traced it.
 
-    ``forward_output_count`` of its outputs are the forward's, which mutates ``mutated_primals``.
+    Args:
+        module: the joint graph.
+        forward_output_count: how many of its outputs belong to the forward.
+        mutated_primals: indices of the primals that the forward mutates.
     """
     writer = _Writer()
     lines = [writer.line(node) for node in module.graph.nodes]
@@ -55,17 +58,17 @@ def digest(
 
 
 def structure_digest(module: fx.GraphModule) -> str:
-    """A digest of a graph, and of those that it calls, by all but what a shard has of its own.
+    """Digest a graph, and graphs that it calls, equally for all shards of a step.
 
-    Left out are integers that an operation computes with, and those that say which part of a
-    tensor is taken; names, and where a part begins in its storage, follow from them. Sizes,
-    dtypes, strides, storages, dimensions, floats and all arguments of collectives are in it.
+    The digest depends on sizes, dtypes, strides, storages, dimensions, floats, and all arguments of
+    collectives. It does not depend on integers that an operation computes with or that say which
+    part of a tensor is taken, nor on names and storage offsets, which follow from them.
     """
     return _sum(_lines(_Writer(parts=False), module))
 
 
 def _lines(writer: _Writer, module: fx.GraphModule) -> Iterator[str]:
-    """A line for each node, and a digest of each graph that one calls."""
+    """Yield a line for each node, and a digest of each graph that one calls."""
     for node in module.graph.nodes:
         _edges, whole = writer.line(node)
         yield whole
@@ -79,22 +82,22 @@ def _sum(lines: Iterable[str]) -> str:
 
 
 class _Writer:
-    """Writes nodes in their order; nodes, storages, devices and groups are numbered as they come.
+    """Writes nodes as text, with nodes, storages, devices and groups numbered in order.
 
-    ``parts``: with all integers, and with names; else as :func:`structure_digest` says.
+    Args:
+        parts: write all integers and names; otherwise those of :func:`structure_digest`.
     """
 
     def __init__(self, *, parts: bool = True) -> None:
         self._parts = parts
-        self._met: defaultdict[str, dict[object, int]] = defaultdict(dict)
+        self._numbers: defaultdict[str, dict[object, int]] = defaultdict(dict)
 
     def _number(self, kind: str, item: object) -> int:
-        """How many others of its kind came before ``item``."""
-        met = self._met[kind]
-        return met.setdefault(item, len(met))
+        numbers = self._numbers[kind]
+        return numbers.setdefault(item, len(numbers))
 
     def line(self, node: fx.Node) -> tuple[str, str]:
-        """Operation and sources of ``node`` as text; and all of it as text."""
+        """Return operation and sources of ``node`` as text, and everything about it as text."""
         self._number("node", node)
         target = target_name(node.target) if node.op == "call_function" else node.op
         sources = [self._number("node", source) for source in node.all_input_nodes]
@@ -103,35 +106,35 @@ class _Writer:
             target,
             node.name if self._parts else "",
             str(node.target) if node.op == "get_attr" else "",
-            written(self._alike(node, node.args), self._reference),
-            written(self._alike(node, dict(node.kwargs)), self._reference),
+            written(self._portable(node, node.args), self._reference),
+            written(self._portable(node, dict(node.kwargs)), self._reference),
             written(_value(node), self._reference, self._tensor),
-            # Numbers differ from process to process, equal ones do not.
+            # Sequence numbers differ between processes; which of them are equal does not.
             "" if number is None else str(self._number("sequence", number)),
             str(torch_compat.is_backward_node(node)),
             *map(self._layout, node.meta.get(LAYOUTS, ())),
         )
         return f"{target} {sources}", repr(whole)
 
-    def _alike(self, node: fx.Node, arguments: Any) -> Any:
-        """Arguments, with numbers for devices and groups: each process names its own."""
+    def _portable(self, node: fx.Node, arguments: Any) -> Any:
+        """Return arguments with numbers for devices and groups, whose names differ by process."""
         group = torch_compat.group_of(node)
 
-        def shown(own: object) -> object:
-            if isinstance(own, torch.device):
-                return self._device(own)
-            if isinstance(own, str) and own == group:
-                return f"group {self._number('group', own)}"
-            return own
+        def numbered(value: object) -> object:
+            if isinstance(value, torch.device):
+                return self._device(value)
+            if isinstance(value, str) and value == group:
+                return f"group {self._number('group', value)}"
+            return value
 
         if not self._parts:
             arguments = torch_compat.without_parts(node, arguments)
         if isinstance(arguments, dict):
-            return {name: shown(own) for name, own in arguments.items()}
-        return tuple(map(shown, arguments))
+            return {name: numbered(value) for name, value in arguments.items()}
+        return tuple(map(numbered, arguments))
 
     def _device(self, device: torch.device) -> str:
-        if str(device) == device.type:  # it has no number
+        if str(device) == device.type:  # a device without an index
             return device.type
         return f"{device.type} {self._number('device', str(device))}"
 
@@ -152,7 +155,7 @@ class _Writer:
 
 
 def _value(node: fx.Node) -> object:
-    """A node's traced value; of an object such as a mesh, its class."""
+    """Return the traced value of a node; for an object such as a mesh, the name of its class."""
     value = node.meta.get("val")
     return type(value).__name__ if torch_compat.is_opaque(value) else value
 
@@ -168,7 +171,15 @@ def written(
     node: Callable[[fx.Node], str],
     tensor: Callable[[torch.Tensor], str] = repr,
 ) -> str:
-    """An argument or a value of an operation as text: 1, 1.0 and True differ, 0.0 and -0.0 too."""
+    """Write an argument or a value of an operation as text.
+
+    1, 1.0 and True are written differently, and so are 0.0 and -0.0.
+
+    Args:
+        value: what is written.
+        node: returns the text of a node.
+        tensor: returns the text of a tensor.
+    """
     if isinstance(value, fx.Node):
         return node(value)
     if isinstance(value, torch.Tensor):
@@ -182,7 +193,7 @@ def written(
         parts = (value.start, value.stop, value.step)
         return f"slice{written(parts, node, tensor)}"
     if isinstance(value, Following):
-        return str(value)  # its number is that of a tensor's size, or of what none follows
+        return str(value)  # the expression; its value is among the sizes of tensors
     if isinstance(value, float):
         return value.hex()
     if value is None or isinstance(value, (bool, int, str)):
@@ -191,7 +202,7 @@ def written(
 
 
 def target_name(target: object) -> str:
-    """The name of the function that an operation calls."""
+    """Return the name of the function that an operation calls."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"

@@ -19,16 +19,17 @@ from fxremat.runtime.expected import Expected
 
 @dataclass(frozen=True, slots=True)
 class StorageTable:
-    """Storages of a graph's tensors; a storage's id is its index in ``nbytes``.
+    """The storages of the tensors of a graph; the id of a storage is its index in ``nbytes``.
 
     Attributes:
-        nbytes: size of each storage.
-        owner: the first node, in graph order, whose value lies in each storage: it makes it.
-        readers: operations that read each storage, views of it among them.
-        of_node: ids of the storages that a node's value lies in (several for a node
-            that returns a tuple; none for numbers and None).
-        asked_bytes: what each is asked of the allocator with, and how it follows the sizes.
-        granule_bytes: what the allocator rounds each up to.
+        nbytes: bytes of each storage, as the allocator rounds them.
+        owner: the operation that allocates each storage: the first node, in graph order, with a
+            tensor in it.
+        readers: operations that read each storage, including views of it.
+        of_node: ids of the storages of what a node returns: several for a tuple, none for numbers
+            and ``None``.
+        asked_bytes: bytes that each storage is requested with; a number may follow the sizes.
+        granule_bytes: the multiple that the allocator rounds each request up to.
     """
 
     nbytes: tuple[int, ...]
@@ -39,44 +40,44 @@ class StorageTable:
     granule_bytes: tuple[int, ...] = ()
 
     def total(self, ids: Iterable[int]) -> int:
-        """Bytes of the distinct storages among ``ids``."""
+        """Return the bytes of the distinct storages among ``ids``."""
         return sum(self.nbytes[i] for i in set(ids))
 
     def of(self, nodes: Iterable[fx.Node]) -> frozenset[int]:
-        """Storages that any of ``nodes`` lies in."""
+        """Return the storages of what ``nodes`` return."""
         return frozenset(i for node in nodes for i in self.of_node[node])
 
     def is_view(self, node: fx.Node) -> bool:
-        """Whether all that ``node`` returns lies in storages of what it reads."""
+        """Return whether ``node`` allocates nothing: its results share storages that it reads."""
         return self.of(node.all_input_nodes).issuperset(self.of_node[node])
 
 
 @dataclass(frozen=True, slots=True)
 class JointGraph:
-    """One training step as a functional graph. Treat it, and its nodes, as immutable.
+    """A training step as a functional graph. Treat it, and its nodes, as immutable.
 
     Attributes:
         module: owns the graph and its constants (``get_attr``).
         primals: placeholders of the forward: parameters, buffers and inputs.
         tangents: placeholders of the backward: gradients of the outputs.
         constants: ``get_attr`` nodes.
-        forward, backward: operations in graph order; the values of an operation with
-            several (``getitem`` nodes) follow it directly.
-        forward_outputs: what the forward returns: new values of mutated inputs, then
-            the model's outputs. Each a node or a plain value, which may be a ``Size``.
-        backward_outputs: the gradient of each primal, or None.
-        mutated: primals whose new value is among ``forward_outputs``; their old value
-            is gone once the forward has returned.
-        storages: who shares memory with whom.
-        sizes: what the graph follows, where its sizes are not the same in every call.
-        device: where the step runs: a single input, such as a generator's state, may lie
-            elsewhere.
+        forward, backward: operations in graph order. The values of an operation with several
+            results (``getitem`` nodes) directly follow it.
+        forward_outputs: what the forward returns: new values of mutated inputs, then the outputs
+            of the model. Each is a node or a plain value, which may be a ``Size``.
+        backward_outputs: the gradient of each primal, or ``None``.
+        mutated: primals whose new value is among ``forward_outputs``. Their old value does not
+            exist any more when the forward has returned.
+        storages: the storages of all tensors.
+        sizes: the symbols that the graph follows; none where every call has the same sizes.
+        device: the device of the step. A single input, such as the state of a generator, may be on
+            another one.
         given: nodes whose value exists before the step: primals and constants.
         results, gradients: the nodes among ``forward_outputs`` and ``backward_outputs``.
         saved: storages that the forward allocates and a backward operation reads.
         made_backward: storages that the backward allocates.
-        released: storages of tangents that their last reader releases: the backward reads them,
-            and does not return them.
+        released: storages of tangents that are freed after their last reader: the backward reads
+            them, and does not return them.
     """
 
     module: fx.GraphModule
@@ -101,8 +102,8 @@ class JointGraph:
     def __post_init__(self) -> None:
         tensors = [t for node in (*self.tangents, *self.primals) for t in tensors_of(node)]
         devices = [t.device for t in tensors] or [torch.device("cpu")]
-        own = next((device for device in devices if device.type != "cpu"), devices[0])
-        object.__setattr__(self, "device", own)
+        device = next((device for device in devices if device.type != "cpu"), devices[0])
+        object.__setattr__(self, "device", device)
         results, gradients = (
             tuple(n for n in values if isinstance(n, fx.Node))
             for values in (self.forward_outputs, self.backward_outputs)
@@ -112,8 +113,8 @@ class JointGraph:
         read = table.of(n for node in self.backward for n in node.all_input_nodes)
         given = frozenset((*self.primals, *self.constants))
         released = read.intersection(table.of(self.tangents))
-        stays = (node for node in (*given, *results, *gradients) if node in table.of_node)
-        released -= table.of(stays)
+        kept = (node for node in (*given, *results, *gradients) if node in table.of_node)
+        released -= table.of(kept)
         for name, value in {
             "given": given,
             "results": results,
@@ -125,37 +126,38 @@ class JointGraph:
             object.__setattr__(self, name, value)
 
     def is_old_value(self, node: fx.Node) -> bool:
-        """Whether ``node`` copies what is another by the time it could be read again: a primal that
-        the forward mutates, a gradient that is expected.
+        """Return whether ``node`` copies a value that may have changed when it could be read again.
+
+        That is the value of a primal that the forward mutates, or of an expected gradient.
         """
         copies = torch_compat.is_clone(node) and node.args[0] in self.mutated
         return copies or isinstance(node.target, Expected)
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether the node's value is one tensor."""
+    """Return whether ``node`` returns a single tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether ``node`` picks one value of an operation with several."""
+    """Return whether ``node`` picks one value of an operation with several."""
     return node.target is operator.getitem
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes that pick a value of ``node``, an operation with several."""
+    """Return the nodes that pick a value of ``node``, an operation with several."""
     return [user for user in node.users if is_getitem(user)]
 
 
 def operation_of(node: fx.Node) -> fx.Node:
-    """The operation that ``node`` runs with: what it picks a value of, or waits for, or itself."""
+    """Return the operation whose value ``node`` picks, or that it waits for; otherwise ``node``."""
     if torch_compat.is_wait(node):
         return torch_compat.awaited(node)
     return node.all_input_nodes[0] if is_getitem(node) else node
 
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
-    """Fake tensors that running ``node`` returns, in order.
+    """Return the fake tensors that ``node`` returns, in order.
 
     Raises:
         GraphError: the node was traced without a value.
@@ -171,7 +173,7 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def copy_origin(source: fx.Node, target: fx.Node) -> None:
-    """Let ``target`` come from where in the model, and from which phase, ``source`` comes."""
+    """Copy from ``source`` to ``target`` which code, and which phase of autograd, it is from."""
     for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack"):
         if key in source.meta:
             target.meta[key] = source.meta[key]
@@ -183,7 +185,14 @@ def add_call(
     values: Mapping[fx.Node, fx.Node],
     name: str | None = None,
 ) -> fx.Node:
-    """A call of a function, its arguments and keywords with ``values`` in place of their nodes."""
+    """Add a call to ``graph``.
+
+    Args:
+        graph: it is changed.
+        call: function, arguments and keywords, which may contain nodes of another graph.
+        values: the node of ``graph`` for each of these nodes.
+        name: of the new node; by default it follows from the function.
+    """
     target, args, kwargs = call
     args = fx.node.map_arg(args, values.__getitem__)
     kwargs = fx.node.map_arg(kwargs, values.__getitem__)
@@ -191,7 +200,12 @@ def add_call(
 
 
 def fake_result(call: tuple[Any, Any, Any], mode: Any) -> Any:
-    """What a call returns for the fake values of the nodes among its arguments, in their mode."""
+    """Return what a call returns, without data, for the fake values of nodes among its arguments.
+
+    Args:
+        call: function, arguments and keywords.
+        mode: the fake mode of these values.
+    """
     target, args, kwargs = call
 
     def value_of(node: fx.Node) -> Any:
@@ -209,25 +223,29 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
     return made
 
 
-def replace_tensors(graph: fx.Graph, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Let ``place`` of it take the place of each tensor that a node of ``graph`` returns."""
+def replace_tensors(graph: fx.Graph, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace each tensor that a node returns by ``replaced`` of it; ``graph`` is changed."""
     for node in graph.nodes:
         if node.op != "output" and "val" in node.meta:
-            node.meta["val"] = pytree.tree_map_only(torch.Tensor, place, node.meta["val"])
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, replaced, node.meta["val"])
 
 
 def allocated_bytes(nbytes: int, device: torch.device) -> int:
-    """The least that the device's allocator hands out for a request of ``nbytes``.
+    """Return the least bytes that the allocator of ``device`` hands out for a request.
 
-    The CUDA caching allocator rounds requests up to 512 bytes. A cached block may be larger:
-    that depends on what was asked for before (``planner.allocations``).
+    The CUDA caching allocator rounds requests up to 512 bytes. A cached block may be larger,
+    depending on earlier requests (``planner.allocations``).
+
+    Args:
+        nbytes: bytes that are requested.
+        device: the device whose allocator is meant.
     """
     granule = granule_of(device)
     return -(-nbytes // granule) * granule
 
 
 def granule_of(device: torch.device) -> int:
-    """Bytes that the device's allocator rounds requests up to."""
+    """Return the bytes that the allocator of ``device`` rounds requests up to a multiple of."""
     return 512 if device.type == "cuda" else 1
 
 
@@ -235,7 +253,7 @@ def build_storage_table(graph: fx.Graph) -> StorageTable:
     """Group the tensors of ``graph`` by storage.
 
     Requires: every node but the output carries the fake value of its trace.
-    Ensures: every tensor lies in exactly one storage; views share their base's.
+    Ensures: every tensor is in exactly one storage; views share that of their base.
 
     Raises:
         CaptureError: a tensor is sparse.
@@ -246,7 +264,7 @@ def build_storage_table(graph: fx.Graph) -> StorageTable:
     owner: list[fx.Node] = []
     of_node: dict[fx.Node, tuple[int, ...]] = {}
     for node in graph.nodes:
-        found = []
+        ids_of_node: list[int] = []
         for index, tensor in enumerate(tensors_of(node)):
             if tensor.layout is not torch.strided:
                 raise CaptureError(
@@ -259,8 +277,8 @@ def build_storage_table(graph: fx.Graph) -> StorageTable:
                 asked.append(layouts_of(node)[index].storage_bytes)
                 granules.append(granule_of(tensor.device))
                 owner.append(node)
-            found.append(ids[key])
-        of_node[node] = tuple(dict.fromkeys(found))
+            ids_of_node.append(ids[key])
+        of_node[node] = tuple(dict.fromkeys(ids_of_node))
     readers: list[dict[fx.Node, None]] = [{} for _ in asked]
     for node in graph.nodes:
         if node.op != "output":

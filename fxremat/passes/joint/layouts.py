@@ -1,9 +1,9 @@
-"""Tensors lie as kernels really leave them, and not as their traces say.
+"""Give tensors the layouts in which kernels really leave them, where traces are wrong.
 
-A fake kernel may lay its result otherwise than the real one does: that of ``layer_norm``'s backward
-keeps the strides of its gradient, where the real one is contiguous. What runs later then reads
-another layout than was traced: it takes another kernel, a view of it may not exist, and what is
-measured by the trace is not what runs.
+A fake kernel may return another layout than the real one. That of ``layer_norm``'s backward keeps
+the strides of the gradient, where the result of the real one is contiguous. A later operation then
+reads another layout than was traced: it takes another kernel, a view of it may not exist, and what
+is measured by the trace is not what runs.
 """
 
 from __future__ import annotations
@@ -21,48 +21,53 @@ from fxremat.passes.joint.sizes import Layout
 aten = torch.ops.aten
 
 Left = Callable[[Any, Sequence[Any], dict[str, Any]], Sequence[Layout] | None]
-"""How the real kernel of an operation leaves its results for such arguments, tensors without data
-among them, at the sizes of the capture; ``None``: as the fake one does."""
+"""Returns how the real kernel of an operation leaves its results, at the sizes of the capture.
+
+It is given the operation, its arguments and its keywords, with tensors without data among them.
+``None`` stands for the layouts of the fake kernel."""
 
 
 def as_kernels_leave(module: fx.GraphModule, left: Left) -> fx.GraphModule:
-    """``module``, a joint graph, in which each tensor lies as its kernel leaves it.
+    """Give each tensor of a joint graph the layout in which its kernel leaves it.
 
     Args:
-        module: it is not changed.
-        left: asked of each operation.
+        module: the joint graph; it is not changed.
+        left: returns how the kernel of an operation leaves its results.
 
-    Ensures: inputs lie as they did; views share storages as before. It is ``module`` itself where
-        all lie as traced, or where the operations cannot be traced again.
+    Ensures: inputs keep their layouts; views share storages as before.
+
+    Returns ``module`` itself where every layout is as traced, or where the operations cannot be
+    traced again.
     """
     graph = copy_of(module.graph)
-    given = graph.find_nodes(op="placeholder")
-    mode = torch_compat.fake_mode_of(t for n in given for t in tensors_of(n))
-    moved: set[fx.Node] = set()
+    inputs = graph.find_nodes(op="placeholder")
+    mode = torch_compat.fake_mode_of(t for n in inputs for t in tensors_of(n))
+    relaid: set[fx.Node] = set()
     for node in graph.nodes:
-        reads_moved = not moved.isdisjoint(node.all_input_nodes)
-        if not (reads_moved or isinstance(node.target, torch._ops.OpOverload)):
-            continue  # others may have no value
+        reads_relaid = not relaid.isdisjoint(node.all_input_nodes)
+        if not (reads_relaid or isinstance(node.target, torch._ops.OpOverload)):
+            continue  # other nodes may have no value
         if node.op != "call_function":
             continue
         try:
             value = node.meta["val"]
-            if reads_moved:
+            if reads_relaid:
                 value = _traced_again(node, mode)
-            now = _as_left(node, value, left, mode)
+            actual = _as_left(node, value, left, mode)
         except (RuntimeError, ValueError, TypeError, KeyError):
             return module
-        if reads_moved or now is not value:
-            node.meta["val"] = now
+        if reads_relaid or actual is not value:
+            node.meta["val"] = actual
             node.meta.pop("tensor_meta", None)
-            moved.add(node)
-    return torch_compat.graph_module(module, graph) if moved else module
+            relaid.add(node)
+    return torch_compat.graph_module(module, graph) if relaid else module
 
 
 def _traced_again(node: fx.Node, mode: Any) -> Any:
-    """What ``node`` returns, without data, for arguments that lie otherwise than they did.
+    """Return what ``node`` returns, without data, for arguments whose layouts have changed.
 
-    Where these have no such view any more, it becomes one of a copy, as ``reshape`` makes it.
+    A ``view`` that its argument does not have in the new layout becomes a view of a copy, as
+    ``reshape`` makes it.
     """
     try:
         return fake_result((node.target, node.args, node.kwargs), mode)
@@ -80,7 +85,7 @@ def _traced_again(node: fx.Node, mode: Any) -> Any:
 
 
 def _as_left(node: fx.Node, value: Any, left: Left, mode: Any) -> Any:
-    """``value``, what ``node`` returns without data, as its kernel leaves it."""
+    """Return ``value``, which ``node`` returns without data, as the kernel leaves it."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return value
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -90,24 +95,24 @@ def _as_left(node: fx.Node, value: Any, left: Left, mode: Any) -> Any:
         return value
     each = iter(layouts)
 
-    def laid(item: Any) -> Any:
-        return _laid(item, next(each), mode) if isinstance(item, torch.Tensor) else item
+    def relaid(item: Any) -> Any:
+        return _relaid(item, next(each), mode) if isinstance(item, torch.Tensor) else item
 
-    moved = list(map(laid, _items(value)))
-    if all(one is other for one, other in zip(moved, _items(value), strict=True)):
+    items = list(map(relaid, _items(value)))
+    if all(one is other for one, other in zip(items, _items(value), strict=True)):
         return value
-    return type(value)(moved) if isinstance(value, (tuple, list)) else moved[0]
+    return type(value)(items) if isinstance(value, (tuple, list)) else items[0]
 
 
 def _items(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
-def _laid(tensor: torch.Tensor, layout: Layout, mode: Any) -> torch.Tensor:
-    """``tensor``, or one with a new storage in this layout.
+def _relaid(tensor: torch.Tensor, layout: Layout, mode: Any) -> torch.Tensor:
+    """Return ``tensor`` if it has this layout, otherwise one that has, in a new storage.
 
     Raises:
-        ValueError: its sizes are symbols, of which such strides are no products.
+        ValueError: sizes are symbols, and the strides are not those of a dense tensor.
     """
     shape = tuple(map(torch_compat.hint_of, tensor.shape))
     traced = tuple(map(torch_compat.hint_of, tensor.stride()))
@@ -123,15 +128,15 @@ def _laid(tensor: torch.Tensor, layout: Layout, mode: Any) -> torch.Tensor:
         dense = torch.empty(
             [tensor.shape[dim] for dim in order], dtype=tensor.dtype, device=tensor.device
         )
-        found = dense.permute([order.index(dim) for dim in range(len(shape))])
-    strides = tuple(map(torch_compat.hint_of, found.stride()))
+        permuted = dense.permute([order.index(dim) for dim in range(len(shape))])
+    strides = tuple(map(torch_compat.hint_of, permuted.stride()))
     if _counted_strides(shape, strides) != _counted_strides(shape, layout.stride):
         raise ValueError(f"{strides} are not {layout.stride}")
-    return found
+    return permuted
 
 
 def _counted_strides(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides of dimensions that have a second element."""
+    """Return the strides of dimensions with more than one element; the others mean nothing."""
     if 0 in shape:
         return ()
     return tuple(s for n, s in zip(shape, stride, strict=True) if n != 1)

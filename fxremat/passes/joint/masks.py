@@ -1,4 +1,4 @@
-"""Attention that reads a causal mask is causal attention.
+"""Replace causal masks of attention by ``is_causal``.
 
 Traced code often computes a causal mask where eager code asks for causal attention: transformers
 does so in each of its language models. The kernel of a CPU then also visits the keys that the mask
@@ -23,13 +23,13 @@ IS_CAUSAL = {FORWARD: 4, BACKWARD: 7}
 """Operations that take a mask, and the position of ``is_causal``; ``dropout_p`` precedes it."""
 
 CanReplace = Callable[[fx.Node], bool]
-"""Whether ``is_causal`` can replace the mask that a node of attention reads."""
+"""Returns whether ``is_causal`` can replace the mask that a node of attention reads."""
 
 
 def replace_causal_masks(graph: fx.Graph, can_replace: CanReplace) -> None:
-    """Replace masks of attention by ``is_causal`` where ``can_replace`` says so, in place.
+    """Replace masks of attention by ``is_causal`` where ``can_replace`` allows it.
 
-    Nodes that drop values, or exclude later keys already, stay.
+    ``graph`` is changed. Nodes with dropout, or with ``is_causal`` already, stay as they are.
     """
     for node in graph.nodes:
         if node.target not in IS_CAUSAL or not node.kwargs.keys() <= {"attn_mask", "scale"}:
@@ -42,5 +42,5 @@ def replace_causal_masks(graph: fx.Graph, can_replace: CanReplace) -> None:
 
 
 def causal_arguments(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``args`` of one of :data:`IS_CAUSAL`, with ``is_causal`` in place of a mask."""
+    """Return the arguments ``args`` of one of :data:`IS_CAUSAL` with ``is_causal`` set."""
     return (*(*args, 0.0)[: IS_CAUSAL[operation]], True)

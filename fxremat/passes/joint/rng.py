@@ -1,4 +1,4 @@
-"""Make random draws repeatable: each gets the state it draws from as an argument."""
+"""Make random draws repeatable: each reads the generator's state as an argument."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from fxremat.runtime import rng
 
 
 def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
-    """Put a recorded state before each random draw of the forward.
+    """Record the state of the generator before each random draw of the forward.
 
-    Ensures: the draw ``op(*args)`` reads ``draw(state, device, op, *args)``; a state
-    that no recomputation reads costs nothing, because nobody asks for it then.
+    ``graph`` is changed. A state that no recomputation reads is never recorded, and costs nothing.
+
+    Ensures: a draw ``op(*args)`` is the call ``draw(state, device, op, *args)``.
     """
     for node in forward:
         if torch_compat.draws_random_numbers(node):
@@ -34,12 +35,12 @@ def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
 
 
 def is_state(node: fx.Node) -> bool:
-    """Whether ``node`` is a recorded generator state."""
+    """Return whether ``node`` records the state of a generator."""
     return node.target is rng.record_state
 
 
 def is_draw(node: fx.Node) -> bool:
-    """Whether ``node`` is a random draw that :func:`record_states` rewrote."""
+    """Return whether ``node`` is a random draw that :func:`record_states` has rewritten."""
     return node.target is rng.draw
 
 
@@ -49,7 +50,7 @@ def operation_of_draw(node: fx.Node) -> Any:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether running ``node`` for the first time advances a generator."""
+    """Return whether the first run of ``node`` advances a generator."""
     return is_draw(node) or torch_compat.draws_random_numbers(node)
 
 

@@ -1,8 +1,8 @@
-"""Sizes that are symbols, and numbers that follow them.
+"""Sizes that differ between calls, and numbers that follow them.
 
-In a graph that was settled (``passes.joint.settle``) such a number is a :class:`Size` or a
-:class:`Scale`: it is the number of the capture, and still knows its expression. Emitted code
-prints it as that; :meth:`Sizes.formulas` evaluates many of them at once.
+In a graph with fixed sizes (``passes.joint.fixed_sizes``) such a number is a :class:`Size` or a
+:class:`Scale`: it has the value of the capture, and keeps its expression. Emitted code contains the
+expression; :meth:`Sizes.formulas` evaluates many of them at once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from torch.utils import _pytree as pytree
 from fxremat import torch_compat
 
 LAYOUTS = "fxremat_layouts"
-"""Metadata of a node of a settled graph: the :class:`Layout` of each tensor that it returns."""
+"""Key of a node's metadata: the :class:`Layout` of each tensor that it returns."""
 
 PREFIX = "SIZE"
-"""Symbols are named so, and numbered as they are first met. Names of nodes are in lower case."""
+"""Prefix of the names of symbols, which are numbered in the order of their first use.
+
+It is in upper case, so that no node has such a name."""
 
 MODULES: Mapping[str, object] = {"math": math, "torch": torch}
 """Modules that expressions may name, besides symbols."""
@@ -41,11 +43,11 @@ Formulas = Callable[[Values], NDArray[np.int64]]
 class Following:
     """A number that follows the sizes of a step.
 
-    As a number it is its value at the sizes of the capture. It is written as Python computes it,
-    and two of them are equal if they are written alike, whatever their values.
+    Its value as a number is that of the capture. Its text is the Python expression that computes
+    it, and two such numbers are equal if their texts are, whatever their values.
 
     Attributes:
-        names: the symbols in it and their values at the capture.
+        names: the symbols in the expression, and their values at the capture.
     """
 
     names: Mapping[str, int]
@@ -68,13 +70,19 @@ class Size(Following, int):
     """A whole number that follows the sizes.
 
     Attributes:
-        expression: of sympy.
+        expression: the expression, as sympy has it.
     """
 
     expression: Any
 
     def __new__(cls, value: int, expression: Any, names: Mapping[str, int]) -> Size:
-        """``value``, of an expression in which ``names`` may occur."""
+        """Make a number.
+
+        Args:
+            value: at the sizes of the capture.
+            expression: in symbols that ``names`` has.
+            names: the values of symbols at the capture.
+        """
         self = super().__new__(cls, value)
         self.expression = expression
         self.names = {str(s): names[str(s)] for s in sorted(expression.free_symbols, key=str)}
@@ -86,18 +94,24 @@ class Size(Following, int):
 
     @staticmethod
     def named(name: str, value: int) -> Size:
-        """A symbol of its own, whose value at another size is computed elsewhere."""
+        """Return a new symbol, whose value at other sizes is not computed from the inputs."""
         return Size(value, symbol(name), {name: value})
 
 
 class Scale(Following, float):
-    """A real number that follows the sizes, such as one over a count.
+    """A real number that follows the sizes, such as the inverse of a count.
 
-    It is written in the order in which it was computed: another may round otherwise.
+    Its text has the order in which it was computed, because another order may round otherwise.
     """
 
     def __new__(cls, value: float, text: str, names: Mapping[str, int]) -> Scale:
-        """``value``, which Python computes of ``names`` as ``text`` says."""
+        """Make a number.
+
+        Args:
+            value: at the sizes of the capture.
+            text: the Python expression that computes it.
+            names: the values of its symbols at the capture.
+        """
         self = super().__new__(cls, value)
         self._text, self.names = text, dict(names)
         return self
@@ -107,18 +121,18 @@ class Scale(Following, float):
 
 
 def symbol(name: str) -> sympy.Symbol:
-    """A size, by name."""
+    """Return the sympy symbol of the size ``name``."""
     return sympy.Symbol(name, positive=True, integer=True)
 
 
 def product(factors: Iterable[int]) -> int:
-    """The product of numbers, some of which may follow the sizes."""
+    """Return the product of numbers, some of which may follow the sizes."""
     factors = list(factors)
     return _combined(math.prod(map(int, factors)), sympy.Mul, factors)
 
 
 def difference(one: int, other: int) -> int:
-    """The difference of numbers, which may follow the sizes."""
+    """Return the difference of two numbers, which may follow the sizes."""
     return _combined(int(one) - int(other), lambda a, b: a - b, (one, other))
 
 
@@ -126,34 +140,34 @@ def _combined(value: int, combine: Callable[..., Any], numbers: Sequence[int]) -
     names = names_in(numbers)
     if not names:
         return value
-    found = combine(*(sympy.sympify(getattr(n, "expression", n)) for n in numbers))
-    return Size(value, found, names) if found.free_symbols else value
+    combined = combine(*(sympy.sympify(getattr(n, "expression", n)) for n in numbers))
+    return Size(value, combined, names) if combined.free_symbols else value
 
 
 def names_in(value: object) -> dict[str, int]:
-    """The symbols in an argument of an operation, and their values at the capture."""
-    found: dict[str, int] = {}
+    """Return the symbols in an argument of an operation, and their values at the capture."""
+    names: dict[str, int] = {}
     waiting = [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, Following):
-            found.update(item.names)
+            names.update(item.names)
         elif isinstance(item, (tuple, list)):
             waiting.extend(reversed(item))
         elif isinstance(item, dict):
             waiting.extend(reversed(item.values()))
         elif isinstance(item, slice):
             waiting.extend((item.step, item.stop, item.start))
-    return found
+    return names
 
 
 def number_at(number: int, sizes: Mapping[str, int]) -> int:
-    """A number, which may follow the sizes, where these are ``sizes``."""
+    """Return the value of a whole number, which may follow the sizes, at ``sizes``."""
     return int(evaluated(number, sizes))
 
 
 def evaluated(number: Any, sizes: Mapping[str, Any]) -> Any:
-    """A number, which may follow the sizes, where these are ``sizes``, be they symbols."""
+    """Return a number, which may follow the sizes, at ``sizes``, which may be symbols of torch."""
     follows = isinstance(number, Following)
     return eval(_code(repr(number)), {**MODULES, **sizes}) if follows else number
 
@@ -168,11 +182,12 @@ class Sizes:
     """The symbols of a step.
 
     Attributes:
-        names: of each, as emitted code has them; none where all sizes are numbers.
-        hints: their values at the capture.
-        sources: where each is read: a primal and its dimension, -1 where it is the number itself.
-        most: the largest value of each for which the graph holds; ``None``: any.
-        zeros: numbers that are 0 at all sizes for which the graph holds, such as a remainder.
+        names: the name of each in emitted code; none where all sizes are the same in every call.
+        hints: the value of each at the capture.
+        sources: the primal and its dimension that give the value of each. The dimension is -1
+            where the primal is the number itself.
+        most: the largest value of each for which the graph is valid; ``None`` where any is.
+        zeros: numbers that are 0 at all sizes for which the graph is valid, such as a remainder.
     """
 
     names: tuple[str, ...] = ()
@@ -185,23 +200,26 @@ class Sizes:
         return bool(self.names)
 
     def values(self, primals: Sequence[Any]) -> Values:
-        """The sizes of a call of the forward with ``primals``."""
+        """Return the sizes of a call of the forward with ``primals``."""
         return tuple(
             int(primals[i] if dim < 0 else primals[i].shape[dim]) for i, dim in self.sources
         )
 
     def named(self, values: Values) -> dict[str, int]:
-        """``values`` by the names that emitted code has."""
+        """Return ``values`` by the names of their symbols in emitted code."""
         return dict(zip(self.names, values, strict=True))
 
     def shaping(self, nodes: Iterable[fx.Node]) -> frozenset[int]:
-        """Symbols that a tensor of ``nodes`` follows; the others are only computed with."""
+        """Return the indices of symbols that the layout of a tensor of ``nodes`` follows.
+
+        Other symbols are only operands of operations.
+        """
         layouts = (layout for node in nodes for layout in layouts_of(node))
         names = {name for layout in layouts for name in names_in(layout.numbers)}
         return frozenset(i for i, name in enumerate(self.names) if name in names)
 
     def formulas(self, numbers: Iterable[int]) -> Formulas:
-        """``numbers`` as a function of the sizes, which evaluates each distinct one once."""
+        """Return ``numbers`` as a function of the sizes, which evaluates each distinct one once."""
         index: dict[str, int] = {}
         place = np.array([index.setdefault(repr(n), len(index)) for n in numbers], int)
         code = f"lambda {', '.join(self.names)}: ({''.join(f'{text}, ' for text in index)})"
@@ -211,11 +229,11 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor lies in its storage; numbers that follow the sizes are :class:`Size`.
+    """The layout of a tensor in its storage. Numbers that follow the sizes are :class:`Size`.
 
     Attributes:
         shape, stride, offset: in elements.
-        storage_bytes: of the whole storage.
+        storage_bytes: bytes of the whole storage.
     """
 
     shape: tuple[int, ...]
@@ -225,22 +243,22 @@ class Layout:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All numbers of the layout."""
+        """Return all numbers of the layout."""
         return (*self.shape, *self.stride, self.offset, self.storage_bytes)
 
 
 def layouts_of(node: fx.Node) -> tuple[Layout, ...]:
-    """The layout of each tensor that ``node`` returns, in order."""
-    found: tuple[Layout, ...] | None = node.meta.get(LAYOUTS)
-    if found is not None:
-        return found
+    """Return the layout of each tensor that ``node`` returns, in order."""
+    layouts: tuple[Layout, ...] | None = node.meta.get(LAYOUTS)
+    if layouts is not None:
+        return layouts
     value = node.meta.get("val")
     items = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(layout_of(t) for t in items if isinstance(t, torch.Tensor))
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """The layout of a tensor, in plain numbers."""
+    """Return the layout of a tensor, in plain numbers."""
     return Layout(
         tuple(map(int, tensor.shape)),
         tuple(map(int, tensor.stride())),
@@ -252,17 +270,17 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 def lay(
     node: fx.Node, layouts: Sequence[Layout], storages: dict[int, torch.UntypedStorage]
 ) -> None:
-    """Let the tensors that ``node`` returns lie as ``layouts`` say, without data.
+    """Give the tensors that ``node`` returns, which have no data, other layouts.
 
     Args:
         node: its value is replaced.
-        layouts: of each tensor, in order.
-        storages: new ones by what they stand for, so that views share them as before; what is
-            missing is added.
+        layouts: the layout of each tensor, in order.
+        storages: the new storage by the key of the old one, so that views share storages as before.
+            Those that are missing are added.
     """
     each = iter(layouts)
 
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
+    def relaid(tensor: torch.Tensor) -> torch.Tensor:
         layout, key = next(each), torch_compat.storage_key(tensor)
         if key not in storages:
             storages[key] = torch_compat.meta_storage(layout.storage_bytes)
@@ -271,13 +289,16 @@ def lay(
         )
 
     node.meta[LAYOUTS] = tuple(layouts)
-    node.meta["val"] = pytree.tree_map_only(torch.Tensor, placed, node.meta["val"])
+    node.meta["val"] = pytree.tree_map_only(torch.Tensor, relaid, node.meta["val"])
 
 
 def describe_like(node: fx.Node, source: fx.Node, value: torch.Tensor) -> None:
-    """Let ``node`` return ``value``, which has the shape of what ``source`` returns.
+    """Set the value, and the layout, of ``node``, whose shape follows the sizes as ``source`` does.
 
-    Requires: ``value`` is dense, in a storage of its own.
+    Args:
+        node: its metadata is changed.
+        source: returns a tensor of the same shape.
+        value: what ``node`` returns, dense, in a new storage.
     """
     node.meta["val"] = value
     if LAYOUTS in source.meta:

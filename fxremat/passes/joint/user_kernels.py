@@ -1,9 +1,10 @@
-"""Kernels that a user has written for Triton: one operation for each launch.
+"""Make an operation of each launch of a Triton kernel of the user.
 
-torch has an operator for a launch that copies what the kernel writes to, and returns the copies by
-the names of arguments. It names the kernel by its place in a table of the process, which means
-nothing in another process. Here such a node calls a :class:`fxremat.runtime.user_kernels.Launch`,
-whose name says which kernel it is, and which returns tensors in order.
+torch's operator for a launch copies the tensors that the kernel writes to, and returns the copies
+by the names of arguments. It refers to the kernel by its index in a table of the process, which has
+no meaning in another process. Here such a node calls a
+:class:`fxremat.runtime.user_kernels.Launch`, which is named after the kernel and returns tensors in
+order.
 """
 
 from __future__ import annotations
@@ -23,18 +24,22 @@ from fxremat.runtime.user_kernels import Launch, launch_of
 
 aten = torch.ops.aten
 
-BEFORE = 2
-"""Arguments of a launch before those of the kernel: the grid, and how descriptors are made."""
+FIRST_ARGUMENT = 2
+"""Index of the first argument of the kernel among those of a launch.
+
+The grid, and how descriptors are made, precede it."""
 
 
 def with_launches(module: fx.GraphModule) -> fx.GraphModule:
-    """``module``, a joint graph, in which each launch of a user's kernel is an operation of ours.
+    """Make a ``Launch`` of each launch of a user's kernel.
 
     Args:
-        module: it is not changed.
+        module: the joint graph; it is not changed.
 
-    Ensures: an operation with several results returns them in order, one with a single result
-        returns that. It is ``module`` itself where it launches nothing.
+    Ensures: an operation with several results returns them in order; one with a single result
+        returns that.
+
+    Returns ``module`` itself where it launches nothing.
     """
     if not any(map(torch_compat.user_launch, module.graph.nodes)):
         return module
@@ -42,13 +47,12 @@ def with_launches(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(graph.nodes):
         traced = torch_compat.user_launch(node)
         if traced is not None:
-            _take_over(node, traced)
+            _replace(node, traced)
     graph.lint()
     return torch_compat.graph_module(module, graph)
 
 
-def _take_over(node: fx.Node, traced: torch_compat.UserLaunch) -> None:
-    """Let ``node`` call a launch of ours."""
+def _replace(node: fx.Node, traced: torch_compat.UserLaunch) -> None:
     launch = _launch(traced)
     args: Any = (traced.grid, traced.descriptors, *traced.arguments.values())
     with node.graph.inserting_before(node):
@@ -67,7 +71,7 @@ def _take_over(node: fx.Node, traced: torch_compat.UserLaunch) -> None:
 
 
 def _launch(traced: torch_compat.UserLaunch) -> Launch:
-    """The launch of a kernel that writes to copies of what it is given."""
+    """Return the launch of a kernel on copies of its arguments; equal launches are one object."""
     name = torch_compat.kernel_name(traced.kernel)
     lines = [torch_compat.kernel_digest(traced.kernel, traced.constants)]
     for argument, value in traced.arguments.items():
@@ -89,86 +93,94 @@ def _launch(traced: torch_compat.UserLaunch) -> Launch:
 
 
 def is_tuned(node: fx.Node) -> bool:
-    """Whether ``node`` launches a kernel that Triton tunes when it is first launched."""
+    """Return whether ``node`` launches a kernel that Triton tunes at its first launch."""
     return isinstance(node.target, Launch) and node.target.tuned
 
 
 def runs_once(node: fx.Node) -> bool:
-    """Whether ``node`` launches a kernel that may leave other bits a second time."""
+    """Return whether ``node`` launches a kernel that may give other bits when it runs again."""
     return isinstance(node.target, Launch) and not node.target.repeatable
 
 
 @dataclass(frozen=True, slots=True)
-class _Filled:
-    """How a tensor is made of nothing: which argument its elements are, or what they are."""
+class _Elements:
+    """What a factory function fills a tensor with: a number, or an argument; with neither, nothing.
 
-    place: int | None = None
+    Attributes:
+        number: the number.
+        argument: the index of the argument.
+    """
+
     number: int | None = None
+    argument: int | None = None
 
 
-_MAKERS: Mapping[Any, _Filled] = {
-    aten.empty.memory_format: _Filled(),
-    aten.empty_like.default: _Filled(),
-    aten.empty_strided.default: _Filled(),
-    aten.new_empty.default: _Filled(),
-    aten.new_empty_strided.default: _Filled(),
-    aten.zeros.default: _Filled(number=0),
-    aten.zeros_like.default: _Filled(number=0),
-    aten.new_zeros.default: _Filled(number=0),
-    aten.ones.default: _Filled(number=1),
-    aten.ones_like.default: _Filled(number=1),
-    aten.new_ones.default: _Filled(number=1),
-    aten.full.default: _Filled(place=1),
-    aten.full_like.default: _Filled(place=1),
-    aten.new_full.default: _Filled(place=2),
+_FACTORIES: Mapping[Any, _Elements] = {
+    aten.empty.memory_format: _Elements(),
+    aten.empty_like.default: _Elements(),
+    aten.empty_strided.default: _Elements(),
+    aten.new_empty.default: _Elements(),
+    aten.new_empty_strided.default: _Elements(),
+    aten.zeros.default: _Elements(number=0),
+    aten.zeros_like.default: _Elements(number=0),
+    aten.new_zeros.default: _Elements(number=0),
+    aten.ones.default: _Elements(number=1),
+    aten.ones_like.default: _Elements(number=1),
+    aten.new_ones.default: _Elements(number=1),
+    aten.full.default: _Elements(argument=1),
+    aten.full_like.default: _Elements(argument=1),
+    aten.new_full.default: _Elements(argument=2),
 }
 
 
 def make_results_inside(graph: fx.Graph) -> None:
     """Let launches make the tensors that a kernel writes to, where nothing else reads them.
 
-    A user makes a tensor for the kernel to write to, and torch's operator copies it, so there were
-    two for as long as the kernel runs. ``graph`` is changed.
+    A user makes a tensor for the kernel to write to, and torch's operator copies it, so that two of
+    them exist while the kernel runs. ``graph`` is changed.
 
-    Requires: a settled graph.
-    Ensures: equal bits, but in what a kernel leaves as it was in a tensor of no certain numbers.
+    Requires: no size is a symbol of torch.
+    Ensures: bits stay the same, except of elements that neither the user nor the kernel sets.
     """
     for node in graph.nodes:
         if isinstance(node.target, Launch):
-            made = dict(_made(node, node.target))
+            made = dict(_arguments_to_make(node, node.target))
             if made:
-                names = [node.target.names[place - BEFORE] for place in made]
-                node.args = tuple(made.get(place, given) for place, given in enumerate(node.args))
+                names = [node.target.names[index - FIRST_ARGUMENT] for index in made]
+                node.args = tuple(made.get(index, arg) for index, arg in enumerate(node.args))
                 node.target = node.target.making(names)
 
 
-def _made(node: fx.Node, launch: Launch) -> Iterator[tuple[int, Any]]:
-    """Places of arguments that ``node`` can make itself, and how."""
-    values = dict(zip(launch.written, _results(node), strict=True))
+def _arguments_to_make(node: fx.Node, launch: Launch) -> Iterator[tuple[int, Any]]:
+    """Yield indices of arguments that ``node`` can make itself.
+
+    Each comes with shape, strides, dtype, and the number that elements are set to.
+    """
+    shapes = [(layout.shape, layout.stride) for layout in layouts_of(node)]
+    results = dict(zip(launch.written, shapes, strict=True))
     arguments: Any = node.args
-    given = [a for a in arguments if isinstance(a, fx.Node)]
-    makers = {n: made for n in given if (made := _filling(n)) and [*n.users] == [node]}
-    devices = {t.device for n in given if n not in makers for t in tensors_of(n)}
-    for place, argument in enumerate(arguments):
-        name = launch.names[place - BEFORE] if place >= BEFORE else ""
-        if name not in values or argument not in makers or given.count(argument) > 1:
+    nodes = [a for a in arguments if isinstance(a, fx.Node)]
+    elements = {n: own for n in nodes if (own := _elements_of(n)) and [*n.users] == [node]}
+    devices = {t.device for n in nodes if n not in elements for t in tensors_of(n)}
+    for index, argument in enumerate(arguments):
+        name = launch.names[index - FIRST_ARGUMENT] if index >= FIRST_ARGUMENT else ""
+        if name not in results or argument not in elements or nodes.count(argument) > 1:
             continue
-        (before,), after, tensor = layouts_of(argument), values[name], argument.meta["val"]
+        (before,), after, tensor = layouts_of(argument), results[name], argument.meta["val"]
         if devices == {tensor.device} and (before.shape, before.stride) == after:
-            yield place, (*after, tensor.dtype, makers[argument][0])
+            yield index, (*after, tensor.dtype, elements[argument][0])
 
 
-def _results(node: fx.Node) -> list[tuple[Any, Any]]:
-    """Shape and strides of what a launch returns."""
-    return [(layout.shape, layout.stride) for layout in layouts_of(node)]
+def _elements_of(node: fx.Node) -> tuple[Any] | None:
+    """Return the number that a factory function sets all elements of its tensor to.
 
-
-def _filling(node: fx.Node) -> tuple[Any] | None:
-    """The number that all elements of a tensor are, ``None`` for any; or ``None``: it is given."""
-    how = _MAKERS.get(node.target) if node.op == "call_function" and is_tensor(node) else None
-    if how is None:
+    The number is ``None`` where elements are not set. Returns ``None``, and no tuple, where
+    ``node`` calls no factory function with a number.
+    """
+    if node.op != "call_function" or not is_tensor(node) or node.target not in _FACTORIES:
         return None
-    if how.place is None:
-        return (how.number,)
-    number = node.args[how.place]
+    filled = _FACTORIES[node.target]
+    if filled.argument is None:
+        return (filled.number,)
+    number = node.args[filled.argument]
     return (number,) if isinstance(number, (bool, int, float)) else None

@@ -1,4 +1,4 @@
-"""Blocks: the pieces of a stage that an emitted graph calls, and what makes two alike."""
+"""Blocks: the pieces of a stage that emitted code calls, and keys of equal ones."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from fxremat.passes.stages.linearize import Line
 from fxremat.runtime.rng import redraw
 
 Key = tuple[object, ...]
-"""Equal for what one piece of code, or one measurement, can stand for."""
+"""Equal for operations or blocks that share a piece of code, or a measurement."""
 
 
 class Mode(Enum):
     """How a block runs its operations."""
 
     FIRST = "first"
-    """The stage's first forward: draws random numbers, moves BatchNorm statistics."""
+    """The first forward of a stage: it draws random numbers and updates BatchNorm statistics."""
     AGAIN = "again"
-    """A recomputation: repeats draws, leaves statistics alone, reads pinned tensors."""
+    """A recomputation: it repeats draws, updates no statistics, and reads pinned tensors."""
     BACKWARD = "backward"
-    """The stage's backward; what it reads and nobody kept it recomputes, as ``AGAIN`` does."""
+    """The backward of a stage: it recomputes what it reads and was not kept, as ``AGAIN`` does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Operations of one stage with what goes in and out.
+    """Operations of a stage, with the tensors that they read and return.
 
     Attributes:
-        stage: which stage.
-        mode: how they run.
-        nodes: operations of the joint graph in the order in which they run.
+        stage: the index of the stage.
+        mode: how the operations run.
+        nodes: operations of the joint graph, in the order in which they run.
         inputs: tensors from outside, by role and then in graph order.
-        outputs: tensors asked for, likewise.
+        outputs: tensors that are returned, in the same order.
         reads: storages of the inputs.
-        again: those of ``nodes`` that a backward recomputes, in the order of the forward: sums
-            over them are the same in any process.
+        again: those of ``nodes`` that a backward recomputes, in the order of the forward, so that
+            sums over them are the same in any process.
     """
 
     stage: int
@@ -59,7 +59,7 @@ class Block:
     again: Set[fx.Node] = frozenset()
 
     def connected(self, line: Line, wanted: Set[fx.Node]) -> Block:
-        """The block with its inputs, and with ``wanted`` of what it makes as its outputs."""
+        """Return the block with its inputs, and those of ``wanted`` that it makes as outputs."""
         inside = set(self.nodes)
         inputs = {n for node in self.nodes for n in self.sources(node) if n not in inside}
         return replace(
@@ -71,20 +71,20 @@ class Block:
 
     @property
     def operations(self) -> tuple[fx.Node, ...]:
-        """Its nodes, but those that only pick a value of an operation with several."""
+        """The nodes, except those that pick a value of an operation with several."""
         return tuple(node for node in self.nodes if not is_getitem(node))
 
     def mode_of(self, node: fx.Node) -> Mode:
-        """How ``node``, one of the operations, runs."""
+        """Return how ``node``, one of the operations, runs."""
         return Mode.AGAIN if node in self.again else self.mode
 
     def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """What running ``node`` here reads."""
+        """Return what ``node`` reads when it runs in this block."""
         return dependencies(node, self.mode_of(node))
 
 
 def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
-    """What running ``node`` in ``mode`` reads."""
+    """Return what ``node`` reads when it runs in ``mode``."""
     if mode is Mode.AGAIN and batchnorm.updates_statistics(node):
         return batchnorm.reads_for_value(node)
     if mode is Mode.FIRST and rng.is_draw(node):
@@ -93,27 +93,27 @@ def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
 
 
 def extract(line: Line, stage: int, mode: Mode, outputs: Iterable[fx.Node]) -> Block:
-    """The least block of a stage, none of whose forward is missing or held, that gives ``outputs``.
+    """Return the smallest block of a stage that gives ``outputs``.
 
-    Blocks of a schedule are the planner's: see ``planner.extract``. In a backward the line's own
-    order has sums over branches where they are.
+    It is that of a schedule which keeps the saved set of the stage whole; ``planner.extract`` makes
+    those of other schedules. In a backward, sums over branches are in the order of the line.
 
     Args:
         line: the stages.
-        stage: which of them.
+        stage: the index of the stage.
         mode: how the block runs.
-        outputs: what is asked for, of the stage's forward or backward.
+        outputs: tensors of the forward or backward of the stage.
 
-    Ensures: but in ``Mode.AGAIN``, every random draw runs, asked for or not.
+    Ensures: every random draw runs, whether its result is needed or not, except in ``Mode.AGAIN``.
     """
     parts = line.stages[stage]
-    own = parts.backward if mode is Mode.BACKWARD else parts.forward
+    operations = parts.backward if mode is Mode.BACKWARD else parts.forward
     wanted = set(outputs)
     needed = set(wanted)
     if mode is not Mode.AGAIN:
-        needed.update(filter(rng.draws, own))
+        needed.update(filter(rng.draws, operations))
     inside: list[fx.Node] = []
-    for node in reversed(own):
+    for node in reversed(operations):
         if node in needed and not (mode is Mode.AGAIN and node in line.pinned):
             inside.append(node)
             needed.update(dependencies(node, mode))
@@ -122,7 +122,7 @@ def extract(line: Line, stage: int, mode: Mode, outputs: Iterable[fx.Node]) -> B
 
 
 def _with_views(line: Line, nodes: Iterable[fx.Node], mode: Mode) -> list[fx.Node]:
-    """``nodes``, and each view of a given tensor before its first reader."""
+    """Return ``nodes`` with each view of a given tensor before its first reader."""
     result: dict[fx.Node, None] = {}
     for last in nodes:
         waiting = [last]
@@ -136,16 +136,18 @@ def _with_views(line: Line, nodes: Iterable[fx.Node], mode: Mode) -> list[fx.Nod
 
 
 def build_graph(block: Block) -> fx.Graph:
-    """The block as a graph of its own: placeholders, aten operations, a tuple of outputs.
+    """Return the block as a graph: placeholders, aten operations, and a tuple of outputs.
 
     Raises:
-        GraphError: a node reads a value that is neither inside nor a tensor.
+        GraphError: an input of the block is no tensor.
     """
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     for i, node in enumerate(block.inputs):
         if not is_tensor(node):
-            raise GraphError(f"{node.name} crosses a stage boundary but is no tensor")
+            raise GraphError(
+                f"node {node.name} ({node.target}) crosses a stage boundary but is no tensor"
+            )
         copied[node] = graph.placeholder(f"in{i}")
         copied[node].meta["val"] = node.meta["val"]
     for node in block.nodes:
@@ -157,7 +159,7 @@ def build_graph(block: Block) -> fx.Graph:
 
 
 def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
-    """Function, arguments and keywords that ``node`` stands for in ``mode``."""
+    """Return function, arguments and keywords of what ``node`` computes in ``mode``."""
     kwargs = dict(node.kwargs)
     if rng.is_draw(node):
         if mode is Mode.AGAIN:
@@ -170,7 +172,7 @@ def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
 
 
 class BlockCache:
-    """Blocks of one line, each made once."""
+    """The blocks of a line; each is made once."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -178,7 +180,7 @@ class BlockCache:
         self._keys: dict[int, tuple[Block, Key]] = {}
 
     def __call__(self, stage: int, mode: Mode, outputs: frozenset[fx.Node]) -> Block:
-        """The block of ``stage`` that gives ``outputs``; see :func:`extract`."""
+        """Return the block of ``stage`` that gives ``outputs``; see :func:`extract`."""
         key = stage, mode, outputs
         if key not in self._blocks:
             self._blocks[key] = extract(self.line, stage, mode, outputs)
@@ -192,14 +194,15 @@ class BlockCache:
         asked: NDArray[np.int64],
         nodes: tuple[fx.Node, ...],
     ) -> Block:
-        """The block that an evaluation found for a call.
+        """Return the block with the operations that an evaluation chose for a call.
 
         Args:
-            stage: of the call.
-            mode: how it runs.
-            runs: twice the number of each operation, and 1 more where it is recomputed; in order.
-            asked: numbers of the tensors that it gives.
-            nodes: by number; operations of a forward have theirs in order.
+            stage: the index of the stage.
+            mode: how the block runs.
+            runs: for each operation, in order, twice its index in ``nodes``, plus 1 if it is
+                recomputed.
+            asked: the indices in ``nodes`` of the tensors that the block gives.
+            nodes: all nodes; those of a forward are in its order.
         """
         key = stage, mode, runs.tobytes(), asked.tobytes()
         if key not in self._blocks:
@@ -218,15 +221,15 @@ class BlockCache:
         self._keys.clear()
 
     def key(self, block: Block) -> Key:
-        """Equal for blocks for which one piece of code can stand; see :func:`block_key`."""
-        found = self._keys.get(id(block))
-        if found is None:  # the entry keeps the block, so its id, alive
-            found = self._keys[id(block)] = block, block_key(block, self.line.joint.storages)
-        return found[1]
+        """Return a key that is equal for blocks that can share code; see :func:`block_key`."""
+        entry = self._keys.get(id(block))
+        if entry is None:  # the entry keeps the block alive, so that its id stays valid
+            entry = self._keys[id(block)] = block, block_key(block, self.line.joint.storages)
+        return entry[1]
 
 
 def tensor_key(tensor: object) -> Key:
-    """Dtype, shape, strides, offset and device: all that a kernel's choice depends on."""
+    """Return all that the choice of a kernel depends on: dtype, layout, storage and device."""
     if not isinstance(tensor, torch.Tensor):
         return (repr(tensor),)
     return (
@@ -234,22 +237,22 @@ def tensor_key(tensor: object) -> Key:
         tuple(tensor.shape),
         tuple(tensor.stride()),
         tensor.storage_offset(),
-        int(tensor.untyped_storage().nbytes()),  # of a part, a symbol though its shape is none
+        int(tensor.untyped_storage().nbytes()),  # a symbol for parts, even of a fixed shape
         str(tensor.device),
     )
 
 
 def node_key(node: fx.Node, block: Block) -> Key:
-    """The key of an operation as ``block`` runs it."""
+    """Return the key of an operation as ``block`` runs it."""
     return _call_key(
         call_of(node, block.mode_of(node)), lambda n: repr(tensor_key(n.meta.get("val")))
     )
 
 
 def block_key(block: Block, storages: StorageTable) -> Key:
-    """The key of a block: one piece of code can stand for all blocks with an equal one.
+    """Return the key of a block; blocks with equal keys can share code.
 
-    Inputs that share a storage differ from inputs that do not.
+    Keys also differ where inputs share a storage in one block only.
     """
     index: dict[fx.Node, int] = {}
     shared: dict[tuple[int, ...], int] = {}
@@ -268,7 +271,10 @@ def block_key(block: Block, storages: StorageTable) -> Key:
 
 
 def _call_key(call: tuple[Any, Any, Any], describe: Callable[[fx.Node], str]) -> Key:
-    """The key of a call whose nodes are described so; numbers that follow sizes differ by value."""
+    """Return the key of a call, with ``describe`` of each node among its arguments.
+
+    Numbers that follow the sizes are equal only if their values are, as well.
+    """
     target, args, kwargs = call
     arguments = (args, dict(sorted(kwargs.items())))
     return (target_name(target), written(arguments, describe), *names_in(arguments).items())

@@ -1,4 +1,4 @@
-"""Branches: parts of the forward that share no activation before they meet."""
+"""Find branches: parts of the forward that share no activation before they meet."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Branches:
     """The forward as branches and the trunk after them.
 
     Attributes:
-        forward: all forward operations: views of given tensors, then segment after segment,
-            the trunk last; within each in graph order.
-        into: for each segment but the trunk the one that it flows into.
-        segment_of: of each operation but views of given tensors.
+        forward: all forward operations: views of given tensors, then segment after segment, with
+            the trunk last, each in graph order.
+        into: for each segment but the trunk the segment that it flows into.
+        segment_of: the segment of each operation that is no view of a given tensor.
     """
 
     forward: tuple[fx.Node, ...]
@@ -37,39 +37,39 @@ def find_branches(
     least_share: float,
     least_operations: int,
 ) -> Iterator[Branches]:
-    """Ways to see the forward as a join: with branches in branches, then without.
+    """Yield ways to see the forward as a join: with nested branches, then with one level of them.
 
-    The operations before some point of the graph fall apart into groups that share no
-    activation. The point is the one at which most saved bytes are in groups beside the
-    largest, and the last of those. Each group may fall apart in the same way.
+    The operations before some point of the graph divide into groups that share no activation. The
+    point is the last of those at which the groups other than the largest save most bytes. Each
+    group may divide in the same way.
 
     Args:
         joint: the step.
-        views: views of given tensors; they connect nothing.
-        pinned: storages that are kept for the whole step; nor do those of them that carry
-            no gradient, such as a mask.
-        least_share: a branch saves at least this share of all saved bytes; what saves less is the
-            trunk's.
-        least_operations: a branch has at least so many operations.
+        views: views of given tensors, which connect no groups.
+        pinned: storages that are kept for the whole step. Those that carry no gradient, such as a
+            mask, connect no groups either.
+        least_share: least share of all saved bytes that a branch saves; what saves less belongs
+            to the trunk.
+        least_operations: least number of operations of a branch.
 
-    Ensures: there are at least two branches; random draws keep their order, and every
-        operation follows what it reads.
+    Ensures: there are at least two branches; random draws keep their order, and every operation
+        follows what it reads.
     """
     nodes = [n for n in joint.forward if n not in views]
-    looking = [n for n in joint.forward if n in views]
-    apart = _carrying_no_gradient(joint, pinned) | joint.storages.of(joint.given)
+    leading_views = [n for n in joint.forward if n in views]
+    separating = _carrying_no_gradient(joint, pinned) | joint.storages.of(joint.given)
     saved_bytes = joint.storages.total(joint.saved - pinned)
     least_bytes = max(1, int(least_share * saved_bytes))
-    forking = _Forking(joint, apart, least_bytes, least_operations)
+    divider = _Divider(joint, separating, least_bytes, least_operations)
     for nested in (True, False):
-        segments, into = forking.split(nodes, nested=nested)
+        segments, into = divider.divide(nodes, nested=nested)
         if len(segments) == 1:
             return
-        ordered = [node for own in segments for node in own]
+        ordered = [node for segment in segments for node in segment]
         draws = list(filter(rng.draws, nodes))
-        if list(filter(rng.draws, ordered)) == draws and _is_order(ordered):
-            segment_of = {node: i for i, own in enumerate(segments) for node in own}
-            yield Branches((*looking, *ordered), into, segment_of)
+        if list(filter(rng.draws, ordered)) == draws and _is_topological(ordered):
+            segment_of = {node: i for i, segment in enumerate(segments) for node in segment}
+            yield Branches((*leading_views, *ordered), into, segment_of)
         if len(set(into)) == 1:
             return
 
@@ -80,11 +80,12 @@ Item = fx.Node | int
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Operations and storages that activations connect.
+    """Operations and storages, in groups that activations connect.
 
     Attributes:
-        joined: the groups, each by one item of it.
-        saved_bytes, operations: of groups that have any.
+        joined: the groups; an item of each stands for it.
+        saved_bytes: bytes that each group saves; groups that save none are missing.
+        operations: how many operations each group has.
     """
 
     joined: UnionFind = field(default_factory=UnionFind)
@@ -92,77 +93,77 @@ class _Groups:
     operations: dict[Item, int] = field(default_factory=dict)
 
     def add(self, node: fx.Node, connected: Mapping[Item, int]) -> None:
-        """Connect ``node`` with items that save so many bytes."""
+        """Connect ``node`` with items, each of which comes with the bytes that it saves."""
         new_bytes = sum(n for item, n in connected.items() if item not in self.joined.parents)
-        before = {self.joined[item] for item in (node, *connected)}
+        merged = {self.joined[item] for item in (node, *connected)}
         self.joined.union(node, *connected)
-        for sums, more in ((self.saved_bytes, new_bytes), (self.operations, 1)):
-            total = more + sum(sums.pop(group, 0) for group in before)
+        for sums, new in ((self.saved_bytes, new_bytes), (self.operations, 1)):
+            total = new + sum(sums.pop(group, 0) for group in merged)
             if total:
                 sums[self.joined[node]] = total
 
 
 @dataclass(frozen=True, slots=True)
-class _Forking:
-    """Finds where operations fall apart.
+class _Divider:
+    """Divides operations into branches.
 
     Attributes:
         joint: the step.
-        apart: storages that connect nothing.
-        least_bytes: what a branch saves at least.
-        least_operations: operations that a branch has at least.
+        separating: storages that connect no operations.
+        least_bytes: least bytes that a branch saves.
+        least_operations: least number of operations of a branch.
     """
 
     joint: JointGraph
-    apart: frozenset[int]
+    separating: frozenset[int]
     least_bytes: int
     least_operations: int
 
-    def split(
+    def divide(
         self, nodes: Sequence[fx.Node], *, nested: bool
     ) -> tuple[list[Sequence[fx.Node]], tuple[int, ...]]:
-        """The segments of ``nodes``, the last one after all, and into which the others flow."""
-        *branches, rest = self._fork(nodes)
+        """Return the segments of ``nodes``, and the segment that each but the last flows into."""
+        *branches, trunk = self._branches_and_trunk(nodes)
         segments: list[Sequence[fx.Node]] = []
         into: list[int] = []
         ends: list[int] = []
-        for own in branches:
-            inner, flow = self.split(own, nested=True) if nested else ([own], ())
+        for branch in branches:
+            inner, flow = self.divide(branch, nested=True) if nested else ([branch], ())
             into += [len(segments) + s for s in flow] + [-1]
             segments += inner
             ends.append(len(segments) - 1)
         for end in ends:
             into[end] = len(segments)
-        return [*segments, rest], tuple(into)
+        return [*segments, trunk], tuple(into)
 
-    def _fork(self, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]:
-        """Branches of ``nodes``, if there are any, and what comes after them."""
+    def _branches_and_trunk(self, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]:
+        """Return the branches of ``nodes``, if there are any, then what comes after them."""
         groups = _Groups()
         best_bytes, point = 1, 0
         for index, node in enumerate(nodes):
             self._add(node, groups)
             heavy = self._heavy(groups).values()
-            beside_bytes = sum(heavy) - max(heavy, default=0)
-            if beside_bytes >= best_bytes:
-                best_bytes, point = beside_bytes, index + 1
+            other_bytes = sum(heavy) - max(heavy, default=0)
+            if other_bytes >= best_bytes:
+                best_bytes, point = other_bytes, index + 1
         if not point:
             return [nodes]
         groups = _Groups()
         for node in nodes[:point]:
             self._add(node, groups)
-        place = _places(nodes[:point], groups.joined, self._heavy(groups).keys())
-        count = 1 + max(place.values())
-        found: list[list[fx.Node]] = [[] for _ in range(count + 1)]
+        branch_of = _branch_of(nodes[:point], groups.joined, self._heavy(groups).keys())
+        count = 1 + max(branch_of.values())
+        parts: list[list[fx.Node]] = [[] for _ in range(count + 1)]
         for node in nodes:
-            found[place.get(node, count)].append(node)
-        return list(found)
+            parts[branch_of.get(node, count)].append(node)
+        return list(parts)
 
     def _add(self, node: fx.Node, groups: _Groups) -> None:
-        """Connect ``node`` with what it makes and reads, but what connects nothing."""
+        """Connect ``node`` with the storages that it makes and reads, except separating ones."""
         table = self.joint.storages
         connected: dict[Item, int] = {
             storage: table.nbytes[storage] if storage in self.joint.saved else 0
-            for storage in table.of((node, *node.all_input_nodes)) - self.apart
+            for storage in table.of((node, *node.all_input_nodes)) - self.separating
         }
         for source in node.all_input_nodes:
             if not is_tensor(source) and source in groups.joined.parents:
@@ -170,7 +171,7 @@ class _Forking:
         groups.add(node, connected)
 
     def _heavy(self, groups: _Groups) -> dict[Item, int]:
-        """The groups that are large enough for a branch, and what they save."""
+        """Return the groups that are large enough for a branch, with the bytes that they save."""
         return {
             group: nbytes
             for group, nbytes in groups.saved_bytes.items()
@@ -180,7 +181,7 @@ class _Forking:
 
 
 def _carrying_no_gradient(joint: JointGraph, pinned: frozenset[int]) -> frozenset[int]:
-    """Storages of ``pinned`` that depend on nothing that gets a gradient, or are made once."""
+    """Return storages of ``pinned`` that no gradient flows through, or that are written once."""
     results = zip(joint.primals, joint.backward_outputs, strict=True)
     differentiable = {primal for primal, gradient in results if gradient is not None}
     carrying: set[int] = set()
@@ -194,31 +195,30 @@ def _carrying_no_gradient(joint: JointGraph, pinned: frozenset[int]) -> frozense
     return pinned - (carrying - once)
 
 
-def _places(
+def _branch_of(
     nodes: Sequence[fx.Node], groups: Mapping[Item, Item], heavy: Set[Item]
 ) -> dict[fx.Node, int]:
-    """The branch of each node that is in one.
+    """Return the branch of each node that is in one.
 
-    A light group goes with the first branch that reads anything pinned that it makes.
+    A light group belongs to the first branch that reads a pinned tensor of it.
     """
     group_of = {node: groups[node] for node in nodes}
-    place: dict[Item, int] = {}
+    branch_of: dict[Item, int] = {}
     for group in group_of.values():
         if group in heavy:
-            place.setdefault(group, len(place))
+            branch_of.setdefault(group, len(branch_of))
     changed = True
     while changed:
         changed = False
         for node in reversed(nodes):
             group = group_of[node]
-            readers = [place[group_of[u]] for u in node.users if group_of.get(u) in place]
-            if group not in heavy and readers and min(readers) < place.get(group, len(heavy)):
-                place[group], changed = min(readers), True
-    return {node: place[group] for node, group in group_of.items() if group in place}
+            readers = [branch_of[group_of[u]] for u in node.users if group_of.get(u) in branch_of]
+            if group not in heavy and readers and min(readers) < branch_of.get(group, len(heavy)):
+                branch_of[group], changed = min(readers), True
+    return {node: branch_of[group] for node, group in group_of.items() if group in branch_of}
 
 
-def _is_order(nodes: Sequence[fx.Node]) -> bool:
-    """Whether each follows what it reads."""
+def _is_topological(nodes: Sequence[fx.Node]) -> bool:
     todo = set(nodes)
     for node in nodes:
         if not todo.isdisjoint(node.all_input_nodes):
@@ -228,31 +228,36 @@ def _is_order(nodes: Sequence[fx.Node]) -> bool:
 
 
 def place_backward(joint: JointGraph, branches: Branches, positions: Positions) -> Positions | None:
-    """Keep the backward of each branch to itself.
+    """Place each backward operation within the branch whose gradients it reads.
 
-    ``positions`` are those on a line of ``joint``, whose forward is in the order of ``branches``.
-    None where a branch's backward takes more from another than sums of gradients do, or a segment
-    has no position of its own.
+    Args:
+        joint: the step, with its forward in the order of ``branches``.
+        branches: the branches.
+        positions: of its operations, as if it had no branches.
+
+    Returns ``None`` where the backward of a branch reads more of another branch than sums of
+    gradients, or where a segment would have no position.
     """
     return _Placing(joint, branches, positions).run()
 
 
-def is_apart(joint: JointGraph, where: Positions, pinned: frozenset[int]) -> bool:
-    """Whether no branch, and no sum, reads an activation of another branch."""
-    for node, position in where.forward.items():
+def are_independent(joint: JointGraph, positions: Positions, pinned: frozenset[int]) -> bool:
+    """Return whether no branch, and no sum, reads an activation of another branch."""
+    segments = positions.segments
+    for node, position in positions.forward.items():
         if pinned.issuperset(joint.storages.of_node[node]):
             continue
-        here = where.segments.at(position)
+        segment = segments.at(position)
         for user in node.users:
-            at = where.of(user)
-            there = here if at is None else where.segments.at(at)
-            if user in where.sums or there not in where.segments.path(here):
+            read_at = positions.of(user)
+            reader = segment if read_at is None else segments.at(read_at)
+            if user in positions.sums or reader not in segments.path(segment):
                 return False
     return True
 
 
 class _Placing:
-    """One run of ``place_backward``."""
+    """The state of :func:`place_backward`."""
 
     def __init__(self, joint: JointGraph, branches: Branches, positions: Positions) -> None:
         self._joint = joint
@@ -263,7 +268,7 @@ class _Placing:
             for later in range(segment, len(ends)):
                 ends[later] = max(ends[later], positions.forward[node] + 1)
         self._segments = Segments(tuple(ends), branches.into)
-        # Where no operation comes after the branches the turn stands for it.
+        # Where no operation comes after the branches, the trunk is the loss point.
         self._count = max(positions.count, self._segments.start(self._segments.trunk) + 1)
         self._sums: dict[fx.Node, frozenset[int]] = {}
 
@@ -271,17 +276,17 @@ class _Placing:
         joint = self._joint
         free = gradient_free(joint)
         for node in reversed(free):
-            self._lift(node)
+            self._move_before_readers(node)
         for node in joint.backward:
             if node not in free:
-                self._confine(node)
+                self._move_into_segment(node)
         for node in joint.backward:
             sources = [self._located[n] for n in node.all_input_nodes if n in self._located]
-            own = [] if node in self._sums else [self._located[node]]
-            self._located[node] = min([*own, *sources])
+            current = [] if node in self._sums else [self._located[node]]
+            self._located[node] = min([*current, *sources])
         if any(self._segments.start(s) >= end for s, end in enumerate(self._segments.ends)):
-            return None  # all of a segment's operations stand where others do: no stage is its own
-        if not all(map(self._reads_ahead, joint.backward)):
+            return None  # every operation of a segment is at a position of another segment
+        if not all(map(self._reads_its_path, joint.backward)):
             return None
         backward = {node: self._located[node] for node in joint.backward}
         return Positions(
@@ -291,15 +296,15 @@ class _Placing:
     def _segment_of(self, node: fx.Node) -> int:
         return self._segments.at(self._located[node])
 
-    def _lift(self, node: fx.Node) -> None:
-        """What several segments read is computed before any of them goes back."""
+    def _move_before_readers(self, node: fx.Node) -> None:
+        """Move a node that several segments read to the segment that runs back before them."""
         readers = {self._segment_of(u) for u in node.users if u in self._located}
         if len(readers) > 1:
             first = self._segments.start(self._segments.meeting(readers))
             self._located[node] = max(self._located[node], first)
 
-    def _confine(self, node: fx.Node) -> None:
-        """To the segment whose gradients it reads, or one that flows into it."""
+    def _move_into_segment(self, node: fx.Node) -> None:
+        """Move a node to the segment whose gradients it reads, or one that flows into it."""
         sources = [n for n in node.all_input_nodes if n in self._located]
         owners = {self._segment_of(n) for n in sources if n not in self._sums}
         owners = owners.union(*(self._sums[n] for n in sources if n in self._sums))
@@ -311,10 +316,10 @@ class _Placing:
             first, last = self._segments.start(segment), self._segments.ends[segment] - 1
             self._located[node] = min(max(self._located[node], first), last)
 
-    def _reads_ahead(self, node: fx.Node) -> bool:
-        """Whether ``node`` reads what its own segment, or one further on, has."""
+    def _reads_its_path(self, node: fx.Node) -> bool:
+        """Return whether ``node`` reads only of its segment, or of those that it flows into."""
         if rng.draws(node):
-            return False  # a backward's draws keep the order of the line
+            return False  # random draws of a backward keep the order of the line
         path = self._segments.path(self._segment_of(node))
         sources = [n for n in node.all_input_nodes if n in self._located]
         return node in self._sums or all(

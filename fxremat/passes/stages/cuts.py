@@ -1,4 +1,4 @@
-"""Where the forward is cut, by what crosses each cut."""
+"""Choose where the forward is cut, by the bytes that cross each cut."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Crossing:
     """What crosses the cut after each position.
 
     Attributes:
-        weights: bytes of unpinned storages; twice where no backward reads them, because
-            then nobody would keep them but for the cut.
-        reach: the first position after which none of these storages crosses any more.
-        saved_bytes: of unpinned storages computed at the position that a backward reads.
+        weights: bytes of unpinned storages that cross. A storage that no backward reads counts
+            twice, because it is kept for the cut only.
+        reach: the first position after which none of these storages crosses a cut.
+        saved_bytes: bytes of unpinned storages computed at the position that a backward reads.
     """
 
     weights: tuple[int, ...]
@@ -25,7 +25,13 @@ class Crossing:
 
 
 def cut_segments(crossing: Crossing, ends: tuple[int, ...], most_stages: int) -> list[int]:
-    """Cut each branch, and the trunk, as if the others were not there; into ``most_stages``."""
+    """Return the positions after which to cut, with each branch and the trunk cut by itself.
+
+    Args:
+        crossing: what crosses each cut.
+        ends: the position after each segment but the trunk.
+        most_stages: the most stages of all segments.
+    """
     cuts: list[int] = []
     for first, end in pairwise((0, *ends, len(crossing.weights))):
         part = Crossing(
@@ -40,12 +46,12 @@ def cut_segments(crossing: Crossing, ends: tuple[int, ...], most_stages: int) ->
 
 
 def choose_cuts(crossing: Crossing, most_stages: int) -> list[int]:
-    """Return positions after which to cut, so that there are at most ``most_stages``.
+    """Return the positions after which to cut a segment into at most ``most_stages``.
 
-    A cut is worth having where no neighbour's is cheaper: at the last position of every
-    level run that is a local minimum, and within the run wherever all that crossed at the
-    cut before is gone (a plain stack of layers is one level run). Never after the last
-    position.
+    A cut is chosen where no adjacent one is cheaper: at the last position of every run of equal
+    weights that is a local minimum. Within such a run there is a cut wherever nothing crosses any
+    more that crossed the cut before; a plain stack of layers is one run. The last position is never
+    chosen.
     """
     weights = crossing.weights
     cuts: list[int] = []
@@ -54,28 +60,29 @@ def choose_cuts(crossing: Crossing, most_stages: int) -> list[int]:
         end = start
         while end + 1 < len(weights) and weights[end + 1] == weights[start]:
             end += 1
-        # Where nothing crosses, the line begins or ends anew.
+        # A position that nothing crosses separates runs, and is no cheaper cut.
         before = weights[start - 1] if start else 0
         after = weights[end + 1] if end + 1 < len(weights) else 0
-        if all(beside == 0 or beside > weights[start] for beside in (before, after)):
+        if all(weight == 0 or weight > weights[start] for weight in (before, after)):
             cuts.extend(_within_run(crossing, start, min(end, len(weights) - 2)))
         start = end + 1
     return _merge_smallest(cuts, crossing.saved_bytes, most_stages)
 
 
 def _within_run(crossing: Crossing, start: int, end: int) -> list[int]:
+    """Return the cuts within a run of equal weights, from ``start`` to ``end``."""
     cuts = []
-    gone_at = start
+    crossed_until = start
     for position in range(start, end + 1):
-        renewed = position >= gone_at and crossing.reach[position] > position
-        if position == end or renewed:
+        all_new = position >= crossed_until and crossing.reach[position] > position
+        if position == end or all_new:
             cuts.append(position)
-            gone_at = crossing.reach[position]
+            crossed_until = crossing.reach[position]
     return cuts
 
 
 def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int], most_stages: int) -> list[int]:
-    """Drop the cuts between the stages that save least, until there are few enough."""
+    """Drop cuts, those between the stages that save least first, until few enough are left."""
     total = [0, *accumulate(saved_bytes)]
     ends = [-1, *cuts, len(saved_bytes) - 1]
     before, after = list(range(-1, len(ends) - 1)), list(range(1, len(ends) + 1))
@@ -88,10 +95,10 @@ def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int], most_stages: in
     left = dict.fromkeys(range(1, len(ends) - 1))
     while len(left) > most_stages - 1:
         nbytes, i = heapq.heappop(heap)
-        if i not in left or nbytes != merged_bytes(i):  # it has another neighbour since
+        if i not in left or nbytes != merged_bytes(i):  # an adjacent cut was dropped since
             continue
         del left[i]
         before[after[i]], after[before[i]] = before[i], after[i]
-        for beside in left.keys() & {before[i], after[i]}:
-            heapq.heappush(heap, (merged_bytes(beside), beside))
+        for adjacent in left.keys() & {before[i], after[i]}:
+            heapq.heappush(heap, (merged_bytes(adjacent), adjacent))
     return [ends[i] for i in left]

@@ -14,24 +14,24 @@ from fxremat.effort import Effort
 from fxremat.passes.joint import batchnorm, rng, user_kernels
 from fxremat.passes.joint.constraints import constrained_storages
 from fxremat.passes.joint.graph import JointGraph, is_tensor
-from fxremat.passes.stages.branches import find_branches, is_apart, place_backward
+from fxremat.passes.stages.branches import are_independent, find_branches, place_backward
 from fxremat.passes.stages.cuts import Crossing, cut_segments
 from fxremat.passes.stages.position import Positions, Segments, locate
 
 UNCUT_BYTES = 1 << 62
-"""Added to what crosses a cut that would hold what no plan may hold there: none is dearer."""
+"""Added to what crosses a cut at which no plan may hold it: no cut is more expensive."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageNodes:
-    """The nodes of one stage and the tensors it exchanges with the rest.
+    """The operations of a stage, and the tensors that it exchanges with other stages.
 
     Attributes:
         forward, backward: operations, in the order in which they run.
         boundary: tensors that cross the cut before the stage.
         saved: tensors computed in the stage that its backward reads.
         pinned: tensors computed in the stage that are kept for the whole step.
-        results: tensors of its backward that other stages or the step's results read.
+        results: tensors of its backward that other stages read or the step returns.
     """
 
     forward: tuple[fx.Node, ...]
@@ -43,7 +43,7 @@ class StageNodes:
 
 
 class Role(IntEnum):
-    """What a tensor is to the stages, in the order in which calls list them."""
+    """What a tensor is to the stages. Calls list their arguments in this order."""
 
     GRADIENT = 0
     BOUNDARY = 1
@@ -58,22 +58,23 @@ class Line:
 
     Attributes:
         joint: the graph.
-        stages: in forward order. Where the loss is outside the graph the last one has no
-            operations: it stands for the turn.
+        stages: the stages in forward order. Where the loss is outside of the graph, the last one
+            has no operations, and stands for the loss point.
         pinned: tensors of the forward that are kept from the moment they are computed.
-        views: views of parameters and other given tensors. They take no memory, so each
-            block makes its own, and none crosses a cut.
+        views: views of parameters and other given tensors. They take no memory, so each block makes
+            the views that it reads, and none crosses a cut.
         stage_of: the stage of each operation.
         role_of: the role of each tensor.
-        order: index of each node in the joint graph.
-        segments: of stages. Each has a stage at least; where the line is no join there is
-            the trunk alone.
+        order: the index of each node in the joint graph.
+        segments: the stages as segments, each with at least one stage; a line without branches is
+            a single segment, the trunk.
         drawing: stages whose first forward advances a random generator.
-        sums: backward nodes that read gradients of several branches, and the stages whose
-            backwards give these. Each is among the backward of the lowest of them, and
-            runs with whichever of them is the last in a schedule.
+        sums: backward nodes that read gradients of several branches, with the stages whose
+            backwards give these. Each such node is in the backward of the lowest of these stages,
+            and runs with the one that comes last in a schedule.
         unsaved: storages that no plan holds from forward to backward. They cross no cut.
-        offloaded: storages that are in host memory meanwhile in every plan. They are pinned.
+        offloaded: storages that every plan has in host memory from forward to backward. They are
+            pinned.
     """
 
     joint: JointGraph
@@ -91,17 +92,17 @@ class Line:
 
     @property
     def branch_ends(self) -> tuple[int, ...]:
-        """The stages after each outermost branch's last; none where the line is no join."""
+        """The stage after the last of each outermost branch; none where there are no branches."""
         return tuple(branch.stop for branch in self.segments.branches(1))
 
     @property
     def ends_at_turn(self) -> bool:
-        """Whether the last stage has no operations: it stands for the turn."""
+        """Whether the last stage has no operations, and stands for the loss point."""
         last = self.stages[-1]
         return not last.forward and not last.backward
 
     def name_of(self, stage: int) -> str:
-        """For people and emitted code."""
+        """Return the name of a stage, as reports and emitted code have it."""
         if self.ends_at_turn and stage == len(self.stages) - 1:
             return "turn"
         if not self.segments.ends:
@@ -110,29 +111,28 @@ class Line:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """The nodes of the joint graph by their index in it, as in ``order``."""
+        """The nodes of the joint graph, in graph order."""
         return tuple(self.order)
 
     def rank(self, node: fx.Node) -> tuple[int, int]:
-        """Sorts tensors by role, then as they are computed."""
+        """Return a key that sorts tensors by role, then in graph order."""
         return (self.role_of[node], self.order[node])
 
 
 Lives = dict[int, range]
-"""By storage the cuts that it crosses, as positions: from its birth to its last reader."""
+"""For each storage the positions of the cuts that it crosses: from its owner to its last reader."""
 
 
 def linearize(joint: JointGraph, effort: Effort) -> Line:
     """Cut the forward into stages, as many and as large as ``effort`` says.
 
-    Requires: ``joint`` is functional and verified.
-    Ensures: every forward node is in exactly one stage, in graph order, or branch after
-        branch, or a view of a given tensor; every backward node belongs to a stage whose
-        saved set, input and pinned tensors hold all forward values that it reads; none
-        reads a backward node of a lower stage, and none but sums one of another branch.
-        Where the loss is outside, nothing crosses the cut before the last stage but what is
-        pinned, so a schedule may hold any part of the other stages at the turn. What a
-        constraint keeps is pinned; what one has computed again is read in its own stage only.
+    Ensures: every forward node is in exactly one stage or is a view of a given tensor; stages have
+        them in graph order, branch after branch. Every backward node belongs to a stage whose saved
+        set, boundary and pinned tensors hold all forward values that it reads. No backward node
+        reads one of a lower stage, and only sums read one of another branch. Where the loss is
+        outside of the graph, only pinned tensors cross the cut before the last stage, so that a
+        schedule may hold any part of the other stages at the loss point. What a constraint keeps is
+        pinned; what a constraint recomputes is read in its stage only.
     """
     views = _views_of_given(joint)
     positions = locate(joint, views=views)
@@ -149,12 +149,12 @@ def linearize(joint: JointGraph, effort: Effort) -> Line:
         placed = place_backward(ordered, branches, locate(ordered, views=views))
         if placed is None:
             continue
-        own_lives = _storage_lives(ordered, placed)
-        kept = _choose_pinned(ordered, placed, own_lives, effort)
-        unsaved = constrained_storages(joint, "recompute") - kept
-        is_whole = not any(_crosses(own_lives[s], placed.segments) for s in unsaved)
-        if is_whole and is_apart(ordered, placed, kept):
-            joint, positions, lives, pinned = ordered, placed, own_lives, kept
+        lives_of_join = _storage_lives(ordered, placed)
+        pinned_of_join = _choose_pinned(ordered, placed, lives_of_join, effort)
+        unsaved = constrained_storages(joint, "recompute") - pinned_of_join
+        is_whole = not any(_crosses(lives_of_join[s], placed.segments) for s in unsaved)
+        if is_whole and are_independent(ordered, placed, pinned_of_join):
+            joint, positions, lives, pinned = ordered, placed, lives_of_join, pinned_of_join
             break
     crossing = _crossing(joint, positions, lives, pinned)
     cuts = cut_segments(crossing, positions.segments.ends, effort.most_stages)
@@ -165,7 +165,7 @@ def linearize(joint: JointGraph, effort: Effort) -> Line:
 def _storage_lives(joint: JointGraph, positions: Positions) -> Lives:
     """Return the lives of the storages that forward operations allocate.
 
-    What is computed again lives from its first reader on: a backward may stand before it.
+    What is recomputed lives from its first reader on, because a backward may come before it.
     """
     lives: Lives = {}
     table, again = joint.storages, constrained_storages(joint, "recompute")
@@ -186,19 +186,19 @@ def _crosses(life: range, segments: Segments) -> bool:
 def _choose_pinned(
     joint: JointGraph, positions: Positions, lives: Lives, effort: Effort
 ) -> frozenset[int]:
-    """Storages to keep for the whole step.
+    """Return the storages to keep for the whole step.
 
-    Outputs; what cannot be computed again, or by a constraint is not to be; what a backward reads
-    from a later stage; and what is small but would cross many cuts.
+    These are outputs, values that cannot be computed again or that a constraint keeps, values that
+    the backward of an earlier stage reads, and small values that would cross many cuts.
     """
     pinned = set(joint.storages.of(joint.results))
     pinned |= constrained_storages(joint, "keep", "offload")
     again = constrained_storages(joint, "recompute")
     for node, position in positions.forward.items():
-        late = any(positions.backward.get(user, position) < position for user in node.users)
-        late = late and again.isdisjoint(joint.storages.of_node[node])
+        is_read_earlier = any(positions.backward.get(u, position) < position for u in node.users)
+        is_read_earlier &= again.isdisjoint(joint.storages.of_node[node])
         once = joint.is_old_value(node) or rng.is_state(node) or batchnorm.is_new_statistic(node)
-        if late or once or user_kernels.runs_once(node):
+        if is_read_earlier or once or user_kernels.runs_once(node):
             pinned.update(joint.storages.of_node[node])
     small_bytes = int(effort.pin_share * joint.storages.total(joint.saved))
     long_life = max(effort.long_life, positions.count // effort.long_share)
@@ -212,6 +212,7 @@ def _choose_pinned(
 def _crossing(
     joint: JointGraph, positions: Positions, lives: Lives, pinned: frozenset[int]
 ) -> Crossing:
+    """Return what crosses the cut after each position."""
     count = positions.count
     change, reach, saved_bytes = [0] * (count + 1), [0] * count, [0] * count
     again = constrained_storages(joint, "recompute")
@@ -230,29 +231,29 @@ def _crossing(
 
 
 def _spans(life: range, segments: Segments) -> list[range]:
-    """Cuts that a storage crosses in its own segment and those after it, in no other branch."""
-    found = [life]
+    """Return the cuts that a storage crosses in its segment and those that this flows into."""
+    spans = [life]
     for segment in segments.path(segments.at(life.start))[:-1]:
         cut = segments.ends[segment]
         if life.stop <= cut:
             break
         after = segments.start(segments.into[segment])
-        found[-1] = range(found[-1].start, cut)
-        found.append(range(after, max(life.stop, after)))
-    return found
+        spans[-1] = range(spans[-1].start, cut)
+        spans.append(range(after, max(life.stop, after)))
+    return spans
 
 
 def _assemble(
     joint: JointGraph,
-    where: Positions,
+    positions: Positions,
     pinned: frozenset[int],
     views: frozenset[fx.Node],
     cuts: Sequence[int],
 ) -> Line:
-    stage_of = {
-        n: bisect_left(cuts, p) for n, p in (*where.forward.items(), *where.backward.items())
-    }
-    fixed = frozenset(
+    """Return the line whose stages end at the positions ``cuts``."""
+    located = (*positions.forward.items(), *positions.backward.items())
+    stage_of = {node: bisect_left(cuts, position) for node, position in located}
+    pinned_nodes = frozenset(
         n
         for n in joint.forward
         if is_tensor(n) and n not in views and pinned.issuperset(joint.storages.of_node[n])
@@ -262,83 +263,84 @@ def _assemble(
         [list[fx.Node]() for _ in range(count)] for _ in range(5)
     )
     for node in joint.backward:
-        own = stage_of[node]
-        backward[own].append(node)
-        if is_tensor(node) and any(stage_of.get(u) != own for u in node.users):  # or the output
-            results[own].append(node)
+        stage = stage_of[node]
+        backward[stage].append(node)
+        if is_tensor(node) and any(stage_of.get(u) != stage for u in node.users):  # or the output
+            results[stage].append(node)
     for node in joint.forward:
         if node in views:
             continue
-        own = stage_of[node]
-        forward[own].append(node)
-        if is_tensor(node) and node not in fixed:
-            for cut in range(own + 1, max((stage_of.get(u, 0) for u in node.users), default=0) + 1):
+        stage = stage_of[node]
+        forward[stage].append(node)
+        if is_tensor(node) and node not in pinned_nodes:
+            last = max((stage_of.get(u, 0) for u in node.users), default=0)
+            for cut in range(stage + 1, last + 1):
                 boundary[cut].append(node)
-            if any(u in where.backward and stage_of[u] == own for u in node.users):
-                saved[own].append(node)
+            if any(u in positions.backward and stage_of[u] == stage for u in node.users):
+                saved[stage].append(node)
     stages = tuple(
         StageNodes(
             tuple(forward[i]),
             tuple(backward[i]),
             tuple(boundary[i]),
             tuple(saved[i]),
-            tuple(n for n in forward[i] if n in fixed),
+            tuple(n for n in forward[i] if n in pinned_nodes),
             tuple(results[i]),
         )
         for i in range(count)
     )
-    ends = tuple(bisect_left(cuts, end) for end in where.segments.ends)
+    ends = tuple(bisect_left(cuts, end) for end in positions.segments.ends)
     unsaved = constrained_storages(joint, "recompute") - pinned
     return Line(
         joint,
-        (*stages, *_turn_of(joint, stages)),
-        fixed,
+        (*stages, *_loss_point(joint, stages)),
+        pinned_nodes,
         views,
         stage_of,
-        _roles(joint, stages, fixed),
+        _roles(joint, stages, pinned_nodes),
         order={node: index for index, node in enumerate(joint.module.graph.nodes)},
-        segments=replace(where.segments, ends=ends),
-        drawing=tuple(i for i, own in enumerate(forward) if any(map(rng.draws, own))),
-        sums=_stages_of_sums(joint, where, stage_of),
+        segments=replace(positions.segments, ends=ends),
+        drawing=tuple(i for i, nodes in enumerate(forward) if any(map(rng.draws, nodes))),
+        sums=_stages_of_sums(joint, positions, stage_of),
         unsaved=unsaved,
         offloaded=constrained_storages(joint, "offload") - joint.storages.of(joint.results),
     )
 
 
 def _stages_of_sums(
-    joint: JointGraph, where: Positions, stage_of: Mapping[fx.Node, int]
+    joint: JointGraph, positions: Positions, stage_of: Mapping[fx.Node, int]
 ) -> dict[fx.Node, frozenset[int]]:
-    """For each sum the stages whose backwards give what it reads."""
-    found: dict[fx.Node, frozenset[int]] = {}
+    """Return for each sum the stages whose backwards give what it reads."""
+    stages_of: dict[fx.Node, frozenset[int]] = {}
     for node in joint.backward:
-        if node in where.sums:
-            sources = (n for n in node.all_input_nodes if n in where.backward)
-            found[node] = frozenset[int]().union(
-                *(found[n] if n in found else {stage_of[n]} for n in sources)
+        if node in positions.sums:
+            sources = (n for n in node.all_input_nodes if n in positions.backward)
+            stages_of[node] = frozenset[int]().union(
+                *(stages_of[n] if n in stages_of else {stage_of[n]} for n in sources)
             )
-    return found
+    return stages_of
 
 
-def _turn_of(joint: JointGraph, stages: Sequence[StageNodes]) -> tuple[StageNodes, ...]:
-    """A stage without operations for a loss outside the graph, where there is none yet.
+def _loss_point(joint: JointGraph, stages: Sequence[StageNodes]) -> tuple[StageNodes, ...]:
+    """Return a stage without operations if the loss is outside of the graph and none ends it yet.
 
-    A loss inside leaves the gradients of its scalars to come from outside, which take no
+    A loss inside of the graph is a scalar. Its gradient comes from outside as well, but takes no
     memory worth a stage.
     """
-    outside = any(n.meta["val"].numel() > 1 for n in joint.tangents if is_tensor(n))
-    there = not stages[-1].forward and not stages[-1].backward
-    return (StageNodes((), (), (), (), (), ()),) if outside and not there else ()
+    is_outside = any(n.meta["val"].numel() > 1 for n in joint.tangents if is_tensor(n))
+    exists = not stages[-1].forward and not stages[-1].backward
+    return (StageNodes((), (), (), (), (), ()),) if is_outside and not exists else ()
 
 
 def _views_of_given(joint: JointGraph) -> frozenset[fx.Node]:
-    """Operations that only look at given tensors, but for outputs."""
+    """Return the operations that are views of given tensors, except outputs."""
     views = set(joint.given)
     given = joint.storages.of(joint.given)
     results = {*joint.results, *joint.gradients}
     for node in joint.forward:
         sources = node.all_input_nodes
-        looks = is_tensor(node) and given.issuperset(joint.storages.of_node[node])
-        if looks and sources and views.issuperset(sources) and node not in results:
+        is_view = is_tensor(node) and given.issuperset(joint.storages.of_node[node])
+        if is_view and sources and views.issuperset(sources) and node not in results:
             views.add(node)
     return frozenset(views - joint.given)
 

@@ -1,8 +1,8 @@
-"""In which order the stages may run for the first time.
+"""Check in which order stages may run for the first time.
 
-Branches are independent of each other, but for what a first forward alone does: it draws
-random numbers, from a generator that all branches share, and moves the statistics of a
-BatchNorm that several branches run.
+Branches are independent of each other, except for what only a first forward does: it draws random
+numbers from a generator that all branches share, and updates the statistics of a BatchNorm that
+several branches run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from fxremat.passes.stages.linearize import Line
 
 
 def check_draws(line: Line, ops: Sequence[Compute]) -> None:
-    """Refuse a schedule that would draw other numbers than the original graph.
+    """Refuse a schedule that would draw other random numbers than the traced graph.
+
+    Args:
+        line: the stages.
+        ops: computations of the schedule, in order.
 
     Raises:
         ScheduleError: two stages that draw run for the first time in the wrong order.
@@ -27,12 +31,13 @@ def check_draws(line: Line, ops: Sequence[Compute]) -> None:
     for before, after in pairwise(stage for stage in first_runs if stage in line.drawing):
         if before > after:
             raise ScheduleError(
-                f"stage {before} draws random numbers before stage {after}, which drew first"
+                f"stage {before} draws random numbers before stage {after}, which precedes it in "
+                "the traced graph: let stages that draw run for the first time in their order"
             )
 
 
 def any_order(line: Line) -> bool:
-    """Whether branches may run for the first time in any order."""
+    """Return whether branches may run for the first time in any order."""
     segments = line.segments
     if len({segments.at(stage) for stage in line.drawing} - {segments.trunk}) > 1:
         return False

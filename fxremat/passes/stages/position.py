@@ -1,10 +1,10 @@
-"""Where operations stand: at positions in the order of the forward, in segments of it.
+"""Give operations positions in the order of the forward, and in segments of it.
 
-A forward operation's position is its index. A backward node gets the position of the
-forward operation that it differentiates; the stage it belongs to is then the one that
-holds this position, wherever the cuts are put.
+The position of a forward operation is its index. A backward node gets the position of the forward
+operation that it differentiates. It belongs to the stage that has this position, wherever the
+forward is cut.
 
-Segments are the forward as a tree: branches that meet, and within a branch others that met before.
+Segments are the forward as a tree: branches that meet, and nested branches that meet before.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fxremat.passes.joint.graph import JointGraph, operation_of
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Runs of places (operations or stages) between a fork and a meeting.
+    """Runs of places (operations or stages) between the points where branches fork and meet.
 
-    A segment comes after all that flow into it and directly after the last of them, so
-    whatever flows into it, together with it, is one run of places too. The last segment is
-    the trunk: what comes after the outermost branches, or the whole line where there are none.
+    A segment directly follows the last of the segments that flow into it. So it is one run of
+    places together with these. The last segment is the trunk: what comes after the outermost
+    branches, or the whole line where there are none.
 
     Attributes:
-        ends: the place after each segment's last, but for the trunk.
+        ends: the place after the last of each segment but the trunk.
         into: for each of these segments the one that it flows into.
     """
 
@@ -38,55 +38,56 @@ class Segments:
 
     @property
     def trunk(self) -> int:
-        """The last segment."""
+        """The index of the last segment."""
         return len(self.ends)
 
     @property
     def depth(self) -> int:
-        """Most segments that a place flows through until the trunk; 0 on a line."""
+        """The most segments that lie between a place and the trunk; 0 without branches."""
         return max(map(self._depth_of, range(self.trunk)), default=0)
 
     def at(self, place: int) -> int:
-        """The segment of a place."""
+        """Return the segment of a place."""
         return bisect_right(self.ends, place)
 
     def start(self, segment: int) -> int:
-        """The first place of a segment."""
+        """Return the first place of a segment."""
         return self.ends[segment - 1] if segment else 0
 
     def path(self, segment: int) -> tuple[int, ...]:
-        """A segment and those that come after it, up to the trunk."""
-        found = [segment]
-        while found[-1] != self.trunk:
-            found.append(self.into[found[-1]])
-        return tuple(found)
+        """Return a segment and those that it flows into, up to the trunk."""
+        path = [segment]
+        while path[-1] != self.trunk:
+            path.append(self.into[path[-1]])
+        return tuple(path)
 
     def meeting(self, segments: Iterable[int]) -> int:
-        """The first segment that all of these flow into, or are."""
+        """Return the first segment that all of ``segments`` are or flow into."""
         first, *others = map(self.path, segments)
         return next(s for s in first if all(s in path for path in others))
 
     def outmost(self, segments: Iterable[int]) -> frozenset[int]:
-        """The ones of ``segments`` that no other of these flows into."""
-        found = frozenset(segments)
-        return found.difference(*(self.path(s)[1:] for s in found))
+        """Return those of ``segments`` that no other of them flows into."""
+        distinct = frozenset(segments)
+        return distinct.difference(*(self.path(s)[1:] for s in distinct))
 
     def branches(self, depth: int) -> tuple[range, ...]:
-        """The line as branches of this depth, in places; what they flow into is left out.
+        """Return the branches of a depth, as ranges of places, without what they flow into.
 
-        At depth 1 they are the outermost, each with all that flows into it; at the greatest
-        depth those into which nothing flows.
+        At depth 1 these are the outermost branches, each with all segments that flow into it. At
+        the greatest depth they are the segments that nothing flows into.
         """
-        found = []
+        branches = []
         for segment in range(self.trunk):
-            here = self._depth_of(segment)
-            if here == depth or (here < depth and segment not in self.into):
+            segment_depth = self._depth_of(segment)
+            is_leaf = segment not in self.into
+            if segment_depth == depth or (segment_depth < depth and is_leaf):
                 first = min(s for s in range(segment + 1) if segment in self.path(s))
-                found.append(range(self.start(first), self.ends[segment]))
-        return tuple(found)
+                branches.append(range(self.start(first), self.ends[segment]))
+        return tuple(branches)
 
     def name_of(self, segment: int) -> str:
-        """For people and emitted code: a branch of a branch has two numbers."""
+        """Return the name of a segment; that of a nested branch has a number for each level."""
         if segment == self.trunk:
             return "trunk"
         numbers = []
@@ -100,19 +101,19 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Positions of all operations of a joint graph.
+    """The positions of the operations of a joint graph.
 
     Attributes:
-        forward: of each forward node but views of given tensors, which every stage makes
-            for itself; values of one operation, and waits for it, share its position.
-        backward: of each backward node; never above that of a backward node it reads. In
-            branches it is in the segment of the gradients that the node reads, or in one that
-            flows into it.
+        forward: the position of each forward node but views of given tensors, which every stage
+            makes by itself. The values of an operation, and waits for it, share its position.
+        backward: the position of each backward node, never above that of a backward node that it
+            reads. In branches it is in the segment of the gradients that the node reads, or in one
+            that flows into it.
         count: how many positions there are.
-        segments: of positions.
+        segments: the positions as segments.
         sums: backward nodes that read gradients of several branches: those that add up the
-            gradients of shared parameters, and what reads these. Their position is the
-            lowest of those they read.
+            gradients of shared parameters, and what reads these. Their position is the lowest of
+            those that they read.
     """
 
     forward: dict[fx.Node, int]
@@ -122,16 +123,19 @@ class Positions:
     sums: frozenset[fx.Node] = frozenset()
 
     def of(self, node: fx.Node) -> int | None:
-        """The position of ``node``, if it has any."""
+        """Return the position of ``node``; ``None`` if it has none."""
         return self.forward.get(node, self.backward.get(node))
 
 
 def locate(joint: JointGraph, *, views: frozenset[fx.Node] = frozenset()) -> Positions:
-    """Give every node its position, but the forward's ``views`` of given tensors.
+    """Return the position of every node.
 
-    Requires: ``joint`` is verified.
-    Ensures: running backward nodes by descending position, and in graph order where
-        equal, runs each after all it reads; random draws keep their order.
+    Args:
+        joint: the step.
+        views: views of given tensors, which get no position.
+
+    Ensures: backward nodes that run by descending position, and in graph order where positions are
+        equal, run after everything that they read; random draws keep their order.
     """
     forward: dict[fx.Node, int] = {}
     count = 0
@@ -141,7 +145,7 @@ def locate(joint: JointGraph, *, views: frozenset[fx.Node] = frozenset()) -> Pos
         operation = operation_of(node)
         if operation is not node and operation in forward:
             forward[node] = forward[operation]
-        elif is_inverse(node):  # no later than the backward of what it is computed from
+        elif is_inverse(node):  # at the latest with the backward of what it is rebuilt from
             forward[node] = forward[node.all_input_nodes[0]]
         else:
             forward[node] = count
@@ -157,16 +161,18 @@ def _locate_backward(
         number = torch_compat.sequence_number(node)
         if number is not None:
             differentiates[number] = position
-    # Sums of gradients carry a number past every forward operation's: any place will do.
-    anywhere = max(differentiates.values(), default=0)
+    # The numbers of sums of gradients exceed those of all forward operations: any position will do.
+    last = max(differentiates.values(), default=0)
 
-    def natural(node: fx.Node) -> int:
-        """The position that ``node`` would take if its gradients were there already; no less than
-        that of what it reads of the forward.
+    def latest(node: fx.Node) -> int:
+        """Return the highest position of ``node``, whatever the gradients that it reads.
+
+        It is that of the operation that ``node`` differentiates, and at least those of the forward
+        operations that it reads.
         """
         number = torch_compat.sequence_number(node)
-        own = anywhere if number is None else differentiates.get(number, anywhere)
-        return max([own, *(forward[n] for n in node.all_input_nodes if n in forward)])
+        differentiated = last if number is None else differentiates.get(number, last)
+        return max([differentiated, *(forward[n] for n in node.all_input_nodes if n in forward)])
 
     located = dict.fromkeys(joint.tangents, max(count - 1, 0))
     free = gradient_free(joint)
@@ -178,24 +184,24 @@ def _locate_backward(
         if operation_of(node) is not node:  # one position for all
             (located[node],) = sources
             continue
-        position = min(*sources, natural(node))
+        position = min(*sources, latest(node))
         if torch_compat.draws_random_numbers(node):
             position = last_draw = min(position, last_draw)
         located[node] = position
-    # What depends on no gradient is computed where it is first read.
+    # A node that depends on no gradient is computed where it is first read.
     for node in reversed(free):
         readers = [located[user] for user in node.users if user in located]
-        located[node] = max(readers, default=natural(node))
+        located[node] = max(readers, default=latest(node))
     for node in free:
         if operation_of(node) is not node:
             located[node] = located[node.all_input_nodes[0]]
-    for node in joint.backward:  # such a one may stand above something that it reads
+    for node in joint.backward:  # such a node may be above one that it reads
         located[node] = min(located[n] for n in (node, *node.all_input_nodes) if n in located)
     return {node: located[node] for node in joint.backward}
 
 
 def gradient_free(joint: JointGraph) -> dict[fx.Node, None]:
-    """Backward nodes that depend on no gradient, in order: a mask, a scale."""
+    """Return the backward nodes that depend on no gradient, such as a mask or a scale, in order."""
     dependent = set(joint.tangents)
     free: dict[fx.Node, None] = {}
     for node in joint.backward:

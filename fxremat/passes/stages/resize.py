@@ -1,4 +1,4 @@
-"""A line at another size: the same stages, every tensor as large as it is there."""
+"""Resize a line: the same stages, with every tensor as large as it is at other sizes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from fxremat.passes.stages.linearize import Line, StageNodes
 
 
 def resize(line: Line, values: Values) -> Line:
-    """``line`` as it is where the symbols of its sizes are ``values``.
+    """Return ``line`` at other sizes, to be measured there.
 
-    For measurements at that size. Nothing is chosen anew: cuts, what is pinned and the order
-    of operations stay, whatever else would be better there.
+    Cuts, pinned tensors and the order of operations stay, even where others would be better.
 
     Args:
-        line: of a settled graph.
-        values: a number for each of ``line.joint.sizes``.
+        line: the stages at the sizes of the capture.
+        values: a number for each symbol of ``line.joint.sizes``.
 
-    Ensures: nodes and storages have the same indices in both.
+    Ensures: nodes and storages have the same indices in both lines.
     """
     resizer = _Resizer(line.joint.sizes.named(values))
     joint = resizer.joint(line.joint)
@@ -34,7 +33,7 @@ def resize(line: Line, values: Values) -> Line:
 
 @dataclass(slots=True)
 class _Resizer:
-    """Copies a graph, and data that names its nodes."""
+    """Copies a graph, and data that refers to its nodes, at other sizes."""
 
     sizes: dict[str, int]
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -42,7 +41,7 @@ class _Resizer:
     made: dict[Size | Scale, Size | Scale] = field(default_factory=dict)
 
     def joint(self, joint: JointGraph) -> JointGraph:
-        """The whole graph at the other size."""
+        """Return a copy of the whole graph."""
         graph = fx.Graph()
         for node in joint.module.graph.nodes:
             self._copy(node, graph)
@@ -55,7 +54,7 @@ class _Resizer:
         return resized
 
     def mapped(self, data: Any, **others: Any) -> Any:
-        """A dataclass with nodes and sizes of the copy, and ``others`` as they are given."""
+        """Return a dataclass with the nodes and sizes of the copy, and ``others`` as they are."""
         names = [f.name for f in fields(data) if f.init and f.name not in others]
         return replace(data, **{n: self._value(getattr(data, n)) for n in names}, **others)
 
@@ -70,7 +69,7 @@ class _Resizer:
             lay(new, self._value(node.meta[LAYOUTS]), self.storages)
 
     def _value(self, value: Any) -> Any:
-        """An argument, or a field, with the nodes and sizes of the copy."""
+        """Return an argument or a field with the nodes and sizes of the copy."""
         if isinstance(value, fx.Node):
             return self.new[value]
         if isinstance(value, (Size, Scale)):
@@ -84,7 +83,7 @@ class _Resizer:
         return self.mapped(value) if isinstance(value, (StageNodes, Layout)) else value
 
     def _number(self, old: Size | Scale) -> Size | Scale:
-        """A number of the copy; few of a graph's are distinct, and making one is slow."""
+        """Return a number of the copy; distinct ones are made once, because that is slow."""
         if old not in self.made:
             number = evaluated(old, self.sizes)
             names = {name: self.sizes[name] for name in old.names}

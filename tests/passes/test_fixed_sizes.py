@@ -13,8 +13,8 @@ from fxremat.errors import SizesError
 from fxremat.passes.emit.program import keep_all
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.fixed_sizes import fix_sizes
 from fxremat.passes.joint.graph import build_storage_table
-from fxremat.passes.joint.settle import settle
 from fxremat.passes.joint.sizes import Size, Sizes, layouts_of
 from tests.harness import Captured, capture, captured, periodic, random_schedule, run_traced
 from tests.models.bits import assert_bitwise_equal
@@ -61,27 +61,27 @@ def test_storages_are_as_large_as_those_of_the_step_of_that_size(name: str, size
     # A Llama that is traced without symbols has two operations less, which only copy.
     step, alone = symbolic(name, HINTS[name]), static(name, sizes)
     values = AtSize.of(step, alone).values
-    settled, sizes_of_step = settle(step.traced)
-    table = build_storage_table(settled.graph)
+    fixed, sizes_of_step = fix_sizes(step.traced)
+    table = build_storage_table(fixed.graph)
     found = sizes_of_step.formulas(table.asked_bytes)(values)
     assert tuple(found.tolist()) == build_storage_table(alone.traced.graph).nbytes
 
 
-def test_a_static_graph_is_settled_already():
+def test_a_graph_of_numbers_stays_itself():
     traced = captured("gpt").traced
-    settled, sizes = settle(traced)
-    assert settled is traced
+    fixed, sizes = fix_sizes(traced)
+    assert fixed is traced
     assert not sizes
     assert sizes == Sizes() == captured("gpt").joint.sizes
 
 
-def test_settling_leaves_numbers_only():
+def test_only_numbers_are_left():
     step = symbolic("gpt", HINTS["gpt"])
     before = str(step.traced.graph)
-    settled, sizes = settle(step.traced)
+    fixed, sizes = fix_sizes(step.traced)
     assert str(step.traced.graph) == before
     assert sizes.hints == tuple(x for _ in range(2) for x in HINTS["gpt"])
-    for node in settled.graph.nodes:
+    for node in fixed.graph.nodes:
         value = node.meta.get("val")
         for item in value if isinstance(value, (tuple, list)) else (value,):
             assert not isinstance(item, torch.SymInt)
@@ -163,7 +163,7 @@ def test_a_scale_is_computed_as_at_the_size_itself():
         check_ran_as(step, alone)
 
 
-def test_a_graph_with_symbols_must_be_settled():
+def test_a_graph_with_symbols_is_refused():
     step = symbolic("gpt", HINTS["gpt"])
     with pytest.raises(SizesError, match="symbols"):
         build_joint_graph(

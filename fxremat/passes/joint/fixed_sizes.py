@@ -1,8 +1,8 @@
-"""A graph with symbols in place of sizes, as one of numbers: those of its capture.
+"""Replace sizes that are symbols by numbers: those of the capture.
 
 Dynamo may trace a step with symbols in place of sizes. Passes, planner and measurements work with
-numbers, so a symbolic graph is settled first: every tensor gets the shape, strides and storage
-that it has at the sizes of the capture.
+numbers, so every tensor gets the shape, strides and storage that it has at the sizes of the
+capture. Each number keeps its expression (:mod:`fxremat.passes.joint.sizes`).
 """
 
 from __future__ import annotations
@@ -33,30 +33,33 @@ from fxremat.passes.joint.sizes import (
 )
 
 
-def settle(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
-    """A joint graph at the sizes of its capture, and its symbols.
+def fix_sizes(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
+    """Return a joint graph at the sizes of its capture, and its symbols.
 
     Args:
         module: AOTAutograd's joint graph; it is not changed.
 
-    Ensures: the graph is ``module`` where no size is a symbol. Else a copy in which each tensor
-        is as large as at the capture, views share storages as before, and every node carries
-        its layouts; nodes that compute sizes are gone, with a :class:`Size` in place of each in
-        arguments. Placeholders, symbols among them, and results stay where they are.
+    Ensures: in the returned graph each tensor is as large as at the capture, views share storages
+        as before, and every node carries its layouts. Nodes that compute sizes do not exist any
+        more; arguments have a :class:`Size` in place of each. Placeholders, including symbols, and
+        results keep their order.
+
+    Returns ``module`` itself where no size is a symbol.
 
     Raises:
         CaptureError: a size depends on data.
-        SizesError: a value that is no integer depends on a size, or a symbol is no input's size.
+        SizesError: a value that is not an integer depends on a size in a way that cannot be
+            followed, or a symbol is not the size of an input.
     """
     if not any(map(is_symbolic, module.graph.nodes)):
         return module, Sizes()
-    settler = _Settler()
+    copier = _Copier()
     graph = fx.Graph()
     for node in module.graph.nodes:
-        settler.copy(node, graph)
+        copier.copy(node, graph)
     graph.lint()
     primals = [n for n in graph.nodes if n.op == "placeholder" and not torch_compat.is_tangent(n)]
-    return torch_compat.graph_module(module, graph), settler.sizes(primals)
+    return torch_compat.graph_module(module, graph), copier.sizes(primals)
 
 
 def placed_on(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
@@ -65,22 +68,22 @@ def placed_on(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     Ensures: views share storages as before.
     """
 
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             return tensor
-        own = layout_of(tensor)
+        layout = layout_of(tensor)
         storage = tensor.untyped_storage()
         return torch_compat.fake_tensor(
-            tensor, storage, own.shape, own.stride, own.offset, device=device
+            tensor, storage, layout.shape, layout.stride, layout.offset, device=device
         )
 
     graph = copy_of(module.graph)
-    replace_tensors(graph, placed)
+    replace_tensors(graph, on_device)
     return torch_compat.graph_module(module, graph)
 
 
 def _symbols(*numbers: int | torch.SymInt) -> set[Any]:
-    """The symbols that numbers follow."""
+    """Return the symbols in ``numbers``."""
     symbolic = (n for n in numbers if isinstance(n, torch.SymInt))
     return set().union(*(torch_compat.expression_of(n)[0].free_symbols for n in symbolic))
 
@@ -91,7 +94,7 @@ def _items(node: fx.Node) -> Iterator[object]:
 
 
 def is_symbolic(node: fx.Node) -> bool:
-    """Whether a value of ``node``, or a size of it, is a symbol."""
+    """Return whether ``node`` returns a symbol, or a tensor with a size that is one."""
     for item in _items(node):
         if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return True
@@ -101,7 +104,10 @@ def is_symbolic(node: fx.Node) -> bool:
 
 
 def _maker(number: torch.SymInt, node: fx.Node) -> fx.Node:
-    """The operation whose result has a size; ``node``, which has it too, may be a tangent."""
+    """Return the first operation with a result of this size.
+
+    Returns ``node``, which has that size as well, if there is none: it may be a tangent.
+    """
     nodes: Iterable[fx.Node] = node.graph.nodes
     for other in nodes:
         shapes = (item.shape for item in _items(other) if isinstance(item, torch.Tensor))
@@ -125,8 +131,8 @@ OPERATORS: Mapping[object, str] = {
 
 
 @dataclass(slots=True)
-class _Settler:
-    """Copies nodes; symbols get their names as they are met."""
+class _Copier:
+    """Copies nodes with numbers in place of symbols, which are named in the order of their use."""
 
     copied: dict[fx.Node, Any] = field(default_factory=dict)
     names: dict[Any, Any] = field(default_factory=dict)
@@ -137,7 +143,7 @@ class _Settler:
     zeros: list[Any] = field(default_factory=list)
 
     def copy(self, node: fx.Node, graph: fx.Graph) -> None:
-        """Add ``node`` to ``graph``, unless it only computes a size."""
+        """Copy ``node`` to ``graph``, unless it only computes a size."""
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             number = self._number(value, node)
@@ -149,7 +155,7 @@ class _Settler:
         new = graph.node_copy(node, self.copied.__getitem__)
         self.copied[node] = new
         new.meta.pop("tensor_meta", None)
-        if isinstance(value, (tuple, list)):  # attention on a GPU returns lengths beside tensors
+        if isinstance(value, (tuple, list)):  # attention on a GPU returns tensors and lengths
             new.meta["val"] = tuple(
                 self._number(item, node) if isinstance(item, torch.SymInt) else item
                 for item in value
@@ -161,10 +167,11 @@ class _Settler:
             lay(new, [self._layout(t, node) for t in tensors], self.storages)
 
     def _layout(self, tensor: torch.Tensor, node: fx.Node) -> Layout:
-        """How a tensor lies.
+        """Return the layout of a tensor.
 
-        An input may be a view of a tensor with sizes that no call of the forward tells: where it
-        is all of that tensor in the capture, it is taken to be all of it at every size.
+        An input may be a view of a tensor whose sizes do not follow from the arguments of the
+        forward. If it is all of that tensor in the capture, it is assumed to be all of it at every
+        size.
         """
         nbytes = tensor.untyped_storage().nbytes()
         if node.op == "placeholder" and _symbols(nbytes) - _symbols(*tensor.shape):
@@ -179,7 +186,7 @@ class _Settler:
         )
 
     def _number(self, number: Any, node: fx.Node) -> float:
-        """A number that a node computes."""
+        """Return a number that a node computes, at the sizes of the capture."""
         if isinstance(number, torch.SymInt):
             return self._size(number, node)
         if isinstance(number, torch.SymFloat) and node.target in OPERATORS and not node.kwargs:
@@ -195,13 +202,13 @@ class _Settler:
         )
 
     def _size(self, number: Any, node: fx.Node) -> int:
-        """A plain number, or a :class:`Size`."""
+        """Return ``number`` at the sizes of the capture: a :class:`Size` if it is a symbol."""
         if isinstance(number, int):
             return number
         if torch_compat.is_nested_size(number):
             raise CaptureError(
-                f"{node.name} is of a nested tensor, whose rows differ in length: fxremat plans "
-                "tensors. Take out its values() for what it is computed with"
+                f"{node.name} is a nested tensor, whose rows differ in length, and fxremat plans "
+                "dense tensors: compute with its values()"
             )
         expression, hint = torch_compat.expression_of(number)
         if hint is None:
@@ -209,49 +216,50 @@ class _Settler:
             raise CaptureError(
                 f"the sizes {number} computed by {maker.target} depend on data"
                 f"{torch_compat.described_lines(maker)}\n"
-                "fxremat plans shapes known before: replace the data-dependent operation"
+                "fxremat plans shapes that are known beforehand: replace the data-dependent "
+                "operation"
             )
         if expression not in self.numbers:
             self.numbers[expression] = self._named(number, expression, hint)
         return self.numbers[expression]
 
     def _named(self, number: torch.SymInt, expression: Any, hint: int) -> int:
-        """The number with names in place of symbols, which get theirs as they are met."""
+        """Return the number as a :class:`Size`; symbols that are new to the graph get a name."""
         if not expression.free_symbols:
             return hint
-        for met in sorted(expression.free_symbols, key=str):
-            if met not in self.names:
+        for traced in sorted(expression.free_symbols, key=str):
+            if traced not in self.names:
                 name = f"{PREFIX}{len(self.names)}"
-                self.names[met] = symbol(name)
-                self.hints[name] = torch_compat.symbol_hint(number, met)
-                self.most[name] = torch_compat.symbol_most(number, met)
+                self.names[traced] = symbol(name)
+                self.hints[name] = torch_compat.symbol_hint(number, traced)
+                self.most[name] = torch_compat.symbol_most(number, traced)
         self.zeros = self.zeros or torch_compat.equalities_of(number)
         return Size(hint, expression.xreplace(self.names), self.hints)
 
     def sizes(self, primals: Sequence[fx.Node]) -> Sizes:
-        """The symbols, and where they are read.
+        """Return the symbols, and the dimensions of inputs that give their values.
 
         Raises:
-            SizesError: one is no input's size.
+            SizesError: a symbol is not the size of an input.
         """
-        found: dict[str, tuple[int, int]] = {}
+        sources: dict[str, tuple[int, int]] = {}
         for index, node in enumerate(primals):
             if isinstance(node.meta.get("val"), Size):
-                found.setdefault(repr(node.meta["val"]), (index, -1))
+                sources.setdefault(repr(node.meta["val"]), (index, -1))
         for index, node in enumerate(primals):
             for layout in node.meta.get(LAYOUTS, ()):
                 for dim, size in enumerate(layout.shape):
-                    found.setdefault(repr(size), (index, dim))
-        lost = [name for name in self.hints if name not in found]
-        if lost:
+                    sources.setdefault(repr(size), (index, dim))
+        missing = [name for name in self.hints if name not in sources]
+        if missing:
             raise SizesError(
-                f"{', '.join(lost)} of this step is no dimension of an input, which its sizes "
-                "could be read from"
+                f"{', '.join(missing)} of this step is not a dimension of an input, which its "
+                "sizes could be read from"
             )
         return Sizes(
             tuple(self.hints),
             tuple(self.hints.values()),
-            tuple(found[n] for n in self.hints),
+            tuple(sources[n] for n in self.hints),
             tuple(self.most.values()),
             tuple(
                 Size(0, zero.xreplace(self.names), self.hints)
