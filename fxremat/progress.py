@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fxremat import optional
@@ -45,6 +45,14 @@ class Progress(Protocol):
 
 def silent(_what: str, _done: int = 0, _total: int = 0, /) -> None:
     """Show nothing. Plans that are made inside a training step use it."""
+
+
+Note = Callable[[int], object]
+"""A callback that takes the most bytes that something held at once while a step was measured."""
+
+
+def unnoted(_nbytes: int) -> None:
+    """Discard a number of bytes, where measuring is not part of a training step."""
 
 
 def wanted() -> bool:

@@ -11,7 +11,7 @@ import torch
 from fxremat import torch_compat
 from fxremat.costs.cache import CostCache
 from fxremat.costs.contrast import contrasts, listed, with_special
-from fxremat.costs.execute import Note, undisturbed, unnoted
+from fxremat.costs.execute import undisturbed
 from fxremat.costs.synthetic import made_up
 from fxremat.passes.joint.sizes import evaluated
 from fxremat.passes.split.parts import (
@@ -24,7 +24,7 @@ from fxremat.passes.split.parts import (
 )
 from fxremat.passes.split.ways import Result
 from fxremat.passes.stages.block import tensor_key
-from fxremat.progress import LOG
+from fxremat.progress import LOG, Note, unnoted
 
 LEAST_DRAWS, MOST_DRAWS, ENOUGH, PLENTY = 2, 16, 1 << 20, 1 << 23
 """A run is compared several times, each time with other random numbers, until ``ENOUGH`` numbers

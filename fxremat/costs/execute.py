@@ -19,15 +19,8 @@ from fxremat.passes.emit.code import compile_graph
 from fxremat.passes.joint.graph import allocated_bytes, is_getitem, tensors_of
 from fxremat.passes.split.beside import Beside
 from fxremat.passes.stages.block import Block, Key, Mode, build_graph, call_of, node_key
+from fxremat.progress import Note
 from fxremat.runtime.user_kernels import Launch
-
-Note = Callable[[int], object]
-"""A callback that takes the most bytes that something held at once while a step was measured."""
-
-
-def unnoted(_nbytes: int) -> None:
-    """Discard a number of bytes, where measuring is not part of a training step."""
-
 
 BLOCK_S, OPERATION_S = 0.01, 0.002
 LEAST_RUNS, DOUBTFUL_RUNS, MOST_RUNS, AGREE = 2, 5, 20, 1.05

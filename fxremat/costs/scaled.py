@@ -42,7 +42,7 @@ from torch import fx
 from fxremat.costs.bits import other_bits
 from fxremat.costs.cache import CostCache
 from fxremat.costs.cost import stage_blocks
-from fxremat.costs.execute import Note, Operations, undisturbed, unnoted
+from fxremat.costs.execute import Operations, undisturbed
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.costs.tuning import tune_kernels
 from fxremat.costs.work import Floats, Work, Works, ratio
@@ -56,6 +56,7 @@ from fxremat.passes.split.ways import Rows
 from fxremat.passes.stages.block import Block, BlockCache, Key, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize
+from fxremat.progress import Note, unnoted
 
 aten = torch.ops.aten
 

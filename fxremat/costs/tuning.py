@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.costs.execute import Note, tune, undisturbed
+from fxremat.costs.execute import tune, undisturbed
 from fxremat.costs.synthetic import Synthesizer
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.user_kernels import is_tuned
+from fxremat.progress import Note
 from fxremat.runtime.user_kernels import Launch
 
 

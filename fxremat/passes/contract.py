@@ -19,12 +19,8 @@ from fxremat.passes.joint.masks import CanReplace
 from fxremat.passes.split.rewrite import OtherBits
 from fxremat.passes.split.run import Looks
 from fxremat.passes.step_graph import StepGraph
-from fxremat.progress import Progress, silent
+from fxremat.progress import Note, Progress, silent, unnoted
 from fxremat.runtime.expected import Expected
-
-
-def _note_nothing(_nbytes: int) -> None:
-    """Drop the number of bytes that measuring has held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ class PassConfig:
     expected: dict[str, Expected] = field(default_factory=dict)
     looks: Looks = field(default_factory=Looks)
     progress: Progress = silent
-    note: Callable[[int], object] = _note_nothing
+    note: Note = unnoted
 
     @property
     def is_exact(self) -> bool:

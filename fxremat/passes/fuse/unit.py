@@ -15,7 +15,7 @@ from fxremat import torch_compat
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import is_getitem, tensors_of
 from fxremat.passes.joint.sizes import evaluated, layouts_of, names_in
-from fxremat.progress import LOG
+from fxremat.progress import LOG, Note, unnoted
 
 MOST_SIZES = 128
 """For how many sizes the kernels of a unit are kept; the oldest are dropped first."""
@@ -258,7 +258,7 @@ class Units:
         self,
         progress: Callable[[str, int, int], None],
         *,
-        note: Callable[[int], object] = lambda _nbytes: None,
+        note: Note = unnoted,
     ) -> None:
         """Compile the kernels of all units for the sizes of the capture.
 
@@ -291,7 +291,7 @@ def compile_units(
     wanted: Sequence[tuple[Unit, tuple[int, ...]]],
     progress: Callable[[int], None] = lambda _done: None,
     *,
-    note: Callable[[int], object] = lambda _nbytes: None,
+    note: Note = unnoted,
 ) -> None:
     """Compile kernels of units for given sizes, with their compilers running at the same time.
 
