@@ -1,4 +1,8 @@
-"""The search of a graph's variants, and of further ones while they can help."""
+"""The search of a graph's variants, and of further variants while they can help.
+
+A form (:class:`fxremat.ir.Form`) says how operations are rewritten: which are computed in slices,
+which are duplicated. A variant is the graph rewritten so, and has candidates of its own.
+"""
 
 from __future__ import annotations
 
@@ -164,13 +168,13 @@ def list_forms(graph: Graph) -> None:
 
 
 def grow(graph: Graph, context: StepContext) -> bool:
-    """Search one further variant of a graph, if there is one."""
+    """Search the next variant that was not searched; return whether there was one."""
     ensure_searched(graph, context)
     return search_unshared(graph, context) or search_next(graph, context)
 
 
 def refuse(graph: Graph, run: Parts) -> None:
-    """Compute a run of operations in parts in no later plan."""
+    """Exclude a run of operations from slicing in all plans that are made after this call."""
     forms = graph.refuse(run)
     if graph.further.left is not None:
         graph.further.left = [*forms, *graph.further.left]  # they are rebuilt without the run
@@ -316,10 +320,21 @@ def _add(
     below_bytes: int | None = None,
     below_s: float = math.inf,
 ) -> bool | None:
-    """Add the variant of a form and search it; return whether it is computed like no other.
+    """Rewrite a graph as a form says, and search the variant.
 
-    ``None``: that would take more than the effort allows for and is not ``needed`` to fit, or the
-    form takes ``below_s`` or more with everything kept.
+    Args:
+        graph: the graph, to which the variant is added.
+        form: how operations are rewritten.
+        context: the step whose plans are searched.
+        needed: whether no plan fits without further variants.
+        below_bytes: a variant is not searched if its largest operation takes as much; ``None``: it
+            is searched in any case.
+        below_s: a variant is not searched if it takes as much with everything kept.
+
+    Returns:
+        Whether the operations differ from those of each earlier variant. ``None``: nothing was
+        added, because the search would exceed the effort and is not ``needed``, or the form takes
+        ``below_s``.
     """
     further = graph.further
     if below_s < math.inf and form in further.slow:

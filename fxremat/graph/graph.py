@@ -448,7 +448,7 @@ class Graph:
         return replace(variant, measured=Measured.of(line, costs), base=base)
 
     def forget_blocks(self) -> None:
-        """Forget all blocks: those that are used again are found again."""
+        """Drop the cached blocks of all variants; they are built again when they are needed."""
         for variant in self._variants:
             variant.blocks.clear()
 

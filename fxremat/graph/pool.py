@@ -59,13 +59,13 @@ class Pool:
         return replace(self, search=self.search.knowing(other.search))
 
     def with_sent(self, candidates: Iterable[Candidate]) -> Pool:
-        """Return this pool, which also looks at the transfers of ``candidates``."""
+        """Return a copy of this pool that also considers the transfers of ``candidates``."""
         if self.transfers is None:
             return self
         return replace(self, transfers=self.transfers.knowing(candidates))
 
     def graded(self) -> Iterator[Candidate]:
-        """Yield candidates from least bytes to least seconds; with transfers, ever more travels."""
+        """Yield candidates by ascending bytes and descending seconds, with transfers if there are any."""
         pool = self.search.pool
         if self.transfers is None:
             return iter(pool.members)

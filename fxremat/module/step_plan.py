@@ -114,7 +114,7 @@ def _row(
 
 
 def _modules_of(modules: Sequence[str]) -> str:
-    """Return the module that has them all, or their first and last block."""
+    """Return the innermost module that contains all ``modules``, or their first and last block."""
     blocks = list(dict.fromkeys(map(block_of, modules)))
     return named(blocks) if len(blocks) > 1 else common_module(modules)
 

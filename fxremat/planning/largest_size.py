@@ -197,12 +197,12 @@ def largest_fitting(
 
 
 def bisected(fits: Callable[[int], bool], low: int, high: int, *, first: int | None = None) -> int:
-    """Return the largest number below ``high`` that fits, or ``low``, which is not asked for.
+    """Return the largest number between ``low`` and ``high`` that fits; ``low`` if none does.
 
     Args:
-        fits: whether a number does; what fits does so at every smaller number, too.
-        low: below all numbers that are tried.
-        high: above them.
+        fits: returns whether a number fits; if it does, every smaller number does as well.
+        low: an exclusive bound, below all numbers that are tried.
+        high: an exclusive bound, above them.
         first: the number that is tried first; from there on it is doubled, or halved, until the
             answer lies between two that were tried. ``None``: the middle is tried first.
     """

@@ -130,7 +130,7 @@ def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def batch_of(plan: Plan) -> str:
-    """Return the tensors of the call that a plan was made for."""
+    """Return a text with shape and dtype of each tensor of the call that a plan was made for."""
     return ", ".join(f"{place}: {tensor}" for place, tensor in plan.arguments)
 
 

@@ -64,10 +64,11 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def alone(target: Any) -> Any:
-    """Return a function that replaces a collective without involving other processes.
+    """Return a function that replaces a collective without communication.
 
-    Its results are as large, and it takes the time that this process works. Functions that are no
-    collectives are returned as they are. Returns ``None`` if there is no replacement.
+    It returns tensors of the same sizes, and does the work that this process does in the
+    collective. Functions that are no collectives are returned as they are. Returns ``None`` if
+    there is no replacement.
     """
     if getattr(target, "namespace", "") not in _NAMESPACES:
         return target

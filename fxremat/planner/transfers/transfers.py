@@ -132,7 +132,7 @@ class Transfers:
         return replace(self, previous=tuple(sorted(previous, key=lambda c: c.total_s)))
 
     def graded(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-        """Yield each candidate with everything on the device, and with more and more of it away."""
+        """Yield each candidate without transfers, and with ever more of its storages offloaded."""
         grades = self.search.effort.grades
         for candidate in candidates:
             base = self._movable(candidate)

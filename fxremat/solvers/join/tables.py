@@ -334,7 +334,7 @@ def choose_least(
 
 @njit(cache=True, nogil=True)
 def fill_least(least: JoinLeast, choices: Choices) -> None:
-    """Compute the least memory of every state, and the seconds of a schedule with that memory."""
+    """Fill ``least`` with the least memory of every state, and the seconds of its schedule."""
     n = least.numbers
     p = np.empty(n.lengths.size, dtype=np.int64)
     for number in range(n.heads - 1, -1, -1):
