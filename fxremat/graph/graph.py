@@ -313,9 +313,14 @@ class Graph:
         self._variants = [own for own in self._variants if own not in has_run]
         return [own.form for own in has_run]
 
+    @property
+    def has_constraints(self) -> bool:
+        """Whether a policy, or a tag, decides about an operation."""
+        return bool(describe(self._module))
+
     def unconstrained(self) -> Graph | None:
         """Return this graph with nothing decided by a policy or a tag; ``None``: nothing is."""
-        if not describe(self._module):
+        if not self.has_constraints:
             return None
         free: Graph = copy.copy(self)
         free._module = unconstrained(self._module)

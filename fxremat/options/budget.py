@@ -150,19 +150,25 @@ class Budget:
         return nbytes
 
 
-def constrained(error: BudgetError, *, least_bytes: int) -> BudgetError:
+def constrained(error: BudgetError, *, least_bytes: int | None) -> BudgetError:
     """Return an error that says what a policy, or tags in the model, cost.
 
     Args:
-        error: of a step with these constraints.
-        least_bytes: the least budget without them.
+        error: the error of a step with these constraints.
+        least_bytes: the least budget without them; ``None`` if that was not planned.
     """
-    own_bytes = error.least_budget_bytes or 0
-    more_bytes = max(0, own_bytes - least_bytes)
+    constraints = "the constraints of policy=, or of tags of selective checkpointing, "
+    if least_bytes is None:
+        cost = f"Without {constraints}fewer bytes may be enough"
+    else:
+        constrained_bytes = error.least_budget_bytes or 0
+        more_bytes = max(0, constrained_bytes - least_bytes)
+        cost = (
+            f"Without {constraints}{min(least_bytes, constrained_bytes)} bytes would be enough: "
+            f"they cost {more_bytes} ({format_bytes(more_bytes)})"
+        )
     return BudgetError(
-        f"{error}. Without the constraints of policy=, or of tags of selective checkpointing, "
-        f"{min(least_bytes, own_bytes)} bytes would do: they cost {more_bytes} "
-        f"({format_bytes(more_bytes)})",
+        f"{error}. {cost}",
         least_budget_bytes=error.least_budget_bytes,
         largest=error.largest,
     )

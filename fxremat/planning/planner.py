@@ -129,12 +129,13 @@ def _resolved_first(
         if not budget.may_raise:
             shortfall_of(graph, context, budget, error).warn()
             return later_plan(graph, context, budget, least=True)
+        has_constraints = graph.has_constraints
         least_bytes = _unconstrained_bytes(graph, context, budget, error)
         graph.release()
         refused = advised(
             graph, error, context, budget, at=lambda own: usual_context(graph, own, budget)
         )
-        if least_bytes is not None:
+        if has_constraints:
             refused = constrained(refused, least_bytes=least_bytes)
         raise refused from None
 

@@ -144,11 +144,17 @@ def _slowest_speeds(speeds: Mapping[int, _AllSpeeds]) -> _AllSpeeds:
 _SAME_STEP = "All have to train the same model, with batches of one size in the first step"
 
 _REMEDIES = {
+    "setting policy": "Give all of them a policy= with the same answers",
     "setting": "Set it to one value on all of them before they compile, as with "
     "torch.set_num_threads(n)",
     "version": "Install the same one on all of them",
 }
-"""Remedies by the first word of a difference."""
+"""Remedies by the begin of a difference, the most specific first."""
+
+
+def _remedy_of(difference: str) -> str:
+    remedies = (text for begin, text in _REMEDIES.items() if difference.startswith(f"{begin} "))
+    return next(remedies, _SAME_STEP)
 
 
 def _slowest_step(steps: Mapping[int, _Step]) -> _Step:
@@ -162,7 +168,7 @@ def _slowest_step(steps: Mapping[int, _Step]) -> _Step:
         for difference in differences(then, own, of=f"rank {first}'s"):
             raise RankError(
                 f"rank {rank} has captured another step than rank {first}: on it {difference}. "
-                + _REMEDIES.get(difference.partition(" ")[0], _SAME_STEP),
+                + _remedy_of(difference),
                 ranks=(rank,),
             )
     costs = RecordedCosts.slowest([step.costs for step in steps.values()])

@@ -12,6 +12,7 @@ from fxremat.errors import BudgetError
 from fxremat.graph.graph import Graph
 from fxremat.graph.pools import least_bytes
 from fxremat.loop.loop import Loop
+from fxremat.options.budget import constrained
 from fxremat.planner.context.step_context import NO_CORRECTION, Correction, StepContext
 from fxremat.planning.choose import must_fit
 from fxremat.regions.call_trace import CallTrace
@@ -116,7 +117,7 @@ def shortfall_of_region(
     nbytes = _least_bytes(loop, graph, context, held, budget_bytes) - others_bytes
     if nbytes <= budget.nbytes:
         return None
-    return BudgetError(
+    error = BudgetError(
         f"budget {budget.written.written!r} is {budget.nbytes} bytes "
         f"({format_bytes(budget.nbytes)}), but a region of this model needs at least "
         f"{nbytes} bytes ({format_bytes(nbytes)}) with what the model holds, "
@@ -124,6 +125,13 @@ def shortfall_of_region(
         "may need more, which is measured when they run",
         least_budget_bytes=nbytes,
     )
+    free = graph.unconstrained()
+    if free is None:
+        return error
+    free_bytes = None
+    if free.peers is None:
+        free_bytes = _least_bytes(loop, free, context, held, budget_bytes) - others_bytes
+    return constrained(error, least_bytes=free_bytes)
 
 
 def _least_bytes(

@@ -19,7 +19,7 @@ import fxremat
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.passes.emit.code import Emitted
 from fxremat.report.plan import Plan
-from tests.efforts import WHOLE
+from tests.efforts import PARTS, ROUNDED_PARTS, WHOLE
 from tests.models import ZOO
 from tests.models.bits import assert_bitwise_equal
 from tests.models.reference import run_step
@@ -105,6 +105,37 @@ def test_answers_that_are_mixed_keep_bits_and_budgets(name: str, policy: Any):
     attempt(ZOO[name], "min", reference(name), policy=policy, effort=WHOLE)
 
 
+@pytest.mark.parametrize("options", [ROUNDED_PARTS, {"effort": PARTS}], ids=["rounding", "exact"])
+def test_what_is_kept_is_in_no_run_that_runs_again(options: dict[str, Any]):
+    def gelus(answer: str, budget: Any) -> tuple[int, int]:
+        torch._dynamo.reset()
+        model, call = compiled(
+            ZOO["gpt"], budget, assume="strict", policy=answering(answer, GELU), **options
+        )
+        run_step(ZOO["gpt"], model, call)
+        _, plan = call._training.latest
+        assert plan.record.form.has_parts == (budget == "min")
+        return gelus_of(plan.forward), gelus_of(plan.backward)
+
+    count, again = gelus("recompute", 1.0)
+    assert again == count
+    assert gelus("keep", "min") == (count, 0)
+
+
+ERF = torch.ops.aten.erf.default
+"""What Inductor decomposes a GELU into, among others."""
+
+
+@pytest.mark.parametrize("answer", ["keep", "recompute"])
+def test_fused_kernels_keep_to_a_policy_with_the_bits_of_everything_kept(answer: str):
+    asked: dict[str, Any] = {"executor": "inductor", "effort": WHOLE}
+    asked["policy"] = answering(answer, ERF)
+    model, call = compiled(ZOO["gpt"], 1.0, input_gradients=True, **asked)
+    expected = run_step(ZOO["gpt"], model, call, input_gradients=True)
+    torch._dynamo.reset()
+    attempt(ZOO["gpt"], "min", expected, **asked)
+
+
 def test_what_is_offloaded_travels_where_all_would_fit():
     plan = trained(answering("offload", GELU), 1.0, offload="auto")
     assert plan.record.host_bytes > 0
@@ -137,6 +168,37 @@ def test_a_budget_that_constraints_do_not_fit_says_what_they_cost():
     least = planned(None).least_budget_bytes
     with pytest.raises(fxremat.BudgetError, match="Without the constraints") as caught:
         planned(answering("keep", GELU, PRODUCT), least)
+    assert caught.value.least_budget_bytes is not None
+    assert caught.value.least_budget_bytes > least
+
+
+class Broken(nn.Module):
+    """Two regions, the second of which keeps what a policy decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(m for _ in range(6) for m in (nn.Linear(64, 64), nn.GELU()))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.layers(x).sum()
+
+
+def test_a_budget_that_constraints_of_a_region_do_not_fit_says_what_they_cost():
+    def train(budget: Any, policy: Any) -> None:
+        torch._dynamo.reset()
+        call = fxremat.compile(Broken(), None, budget, policy=policy, strict=True, effort=WHOLE)
+        call(torch.randn(512, 64)).backward()
+
+    with pytest.raises(fxremat.BudgetError) as free:
+        train(400_000, None)
+    assert "constraints" not in str(free.value)
+    least = free.value.least_budget_bytes
+    assert least is not None
+    with pytest.raises(fxremat.BudgetError, match=f" {least} bytes would be enough") as caught:
+        train(400_000, answering("keep", GELU))
     assert caught.value.least_budget_bytes is not None
     assert caught.value.least_budget_bytes > least
 

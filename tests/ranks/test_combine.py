@@ -206,6 +206,19 @@ def test_other_numbers_of_threads_are_refused_with_what_sets_them() -> None:
         assert "torch.set_num_threads" in str(error)
 
 
+def test_another_policy_is_refused() -> None:
+    def run(peers: Peers, rank: int) -> Any:
+        settings = (("policy", f"{rank == 5} of 3 operations"),)
+        return agreed_costs(
+            peers, replace(ORIGIN, settings=settings), "digest", costs(1), ContextBytes(0, 0, 0, 0)
+        )
+
+    for error in outcomes(run).values():
+        assert isinstance(error, RankError) and error.ranks == (5,)
+        assert "policy is True of 3 operations, rank 3's was False of 3 operations" in str(error)
+        assert "policy=" in str(error)
+
+
 def test_graphs_that_differ_in_more_than_places_of_shards_are_refused() -> None:
     def run(peers: Peers, rank: int) -> Any:
         return agreed_costs(peers, ORIGIN, f"{rank == 8}", costs(1), ContextBytes(0, 0, 0, 0))
