@@ -65,7 +65,7 @@ class Pool:
         return replace(self, transfers=self.transfers.knowing(candidates))
 
     def graded(self) -> Iterator[Candidate]:
-        """Yield candidates by ascending bytes and descending seconds, with transfers if there are any."""
+        """Yield candidates by ascending bytes, with transfers if there are any."""
         pool = self.search.pool
         if self.transfers is None:
             return iter(pool.members)

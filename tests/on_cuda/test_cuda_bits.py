@@ -80,3 +80,25 @@ def test_the_peak_is_within_the_budget_and_the_bits_are_the_same(
     assert measured <= plan.budget_bytes, (
         f"{measured - plan.budget_bytes} bytes over; {measured - asked} were never asked for"
     )
+
+
+def _decided(operation: fxremat.Operation) -> Any:
+    """Keep some operations, recompute others, send some away, and leave the rest to the planner."""
+    answers = ("keep", "recompute", "offload", None)
+    return answers[sum(map(ord, operation.name)) % 4]
+
+
+def test_a_policy_keeps_the_budget_and_the_bits():
+    expected = reference_steps("gpt", 1)
+    trained = compiled(ENTRIES["gpt"], "auto", "min", policy=_decided)
+    assert_bitwise_equal(
+        steps(ENTRIES["gpt"], trained.model, trained.call, 1, accumulate=False), expected
+    )
+    step = step_of(ENTRIES["gpt"], trained)
+    step()
+    trained.model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    plan = trained.call.plan
+    assert fxremat.measure_step(trained.model, step).peak_bytes <= plan.budget_bytes
+    assert {one.answer for one in plan.decided} == {"keep", "recompute", "offload"}
+    assert copies(trained.call) > 0
