@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime", "solvers/join"),
     ("solvers/papers",),
     ("passes/joint",),
-    ("passes/stages",),
+    ("passes/parts", "passes/stages"),
     ("passes/emit", "passes/fuse", "passes/split"),
     ("passes",),
     ("costs",),
