@@ -20,9 +20,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "console", "optional", "jit", "ir"),
     ("effort", "progress"),
     ("torch_compat", "report", "solvers"),
-    ("runtime", "solvers/papers"),
+    ("runtime", "solvers/join"),
+    ("solvers/papers",),
     ("passes/joint",),
-    ("passes/stages",),
+    ("passes/parts", "passes/stages"),
     ("passes/emit", "passes/fuse", "passes/split"),
     ("passes",),
     ("costs",),
@@ -47,6 +48,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """Rooms, lowest floor first. A file may import what is on floors below; neighbours never each
 other. Within a room, too, imports go one way."""
 
+MOST_LEVELS = 6
+"""Maximum number of files of a room of which each imports the next one."""
+
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 TORCH_FREE = (
     "errors",
@@ -59,6 +63,7 @@ TORCH_FREE = (
     "progress",
     "report",
     "solvers",
+    "solvers/join",
     "solvers/papers",
 )
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -167,6 +172,36 @@ def test_no_two_files_import_each_other() -> None:
     graph = arrows()
     assert len(graph) > 100
     list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def levels_of(graph: dict[str, set[str]]) -> dict[str, int]:
+    """Return for each room how many of its files are in its longest chain of imports."""
+    rooms = {name: room_of(name.split(".")[1:]) for name in graph}
+    level: dict[str, int] = {}
+    for name in graphlib.TopologicalSorter(graph).static_order():
+        below = [level[other] for other in graph[name] if rooms[other] == rooms[name]]
+        level[name] = 1 + max(below, default=0)
+    most: dict[str, int] = {}
+    for name, room in rooms.items():
+        if room is not None:
+            most[room] = max(most.get(room, 0), level[name])
+    return most
+
+
+def test_a_room_has_few_levels() -> None:
+    """A room with more has a lower floor, which is a room of its own."""
+    most = levels_of(arrows())
+    assert most.keys() == FLOOR.keys()
+    assert {room: count for room, count in most.items() if count > MOST_LEVELS} == {}
+
+
+def test_levels_are_counted_within_a_room() -> None:
+    graph: dict[str, set[str]] = {
+        "fxremat.ir.chain": set(),
+        "fxremat.ir.join": {"fxremat.ir.chain"},
+        "fxremat.solvers.rotor": {"fxremat.ir.join"},
+    }
+    assert levels_of(graph) == {"ir": 2, "solvers": 1}
 
 
 def test_a_plan_is_loaded_without_what_draws_it() -> None:

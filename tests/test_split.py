@@ -18,7 +18,8 @@ import fxremat
 from fxremat.costs import scaled
 from fxremat.costs.execute import Operations
 from fxremat.graph import graph as graphs
-from fxremat.passes.split.parts import Changed, same_bits
+from fxremat.passes.parts.bits import same_bits
+from fxremat.passes.parts.parts import Changed
 from fxremat.passes.stages.block import Block
 from tests.efforts import ROUNDED_PARTS, SPLITS, WHOLE, plan_with
 from tests.models import ZOO

@@ -26,7 +26,7 @@ from fxremat.calls.watch import (
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.graph import Graph
 from fxremat.loop.loop import Loop
-from fxremat.passes.split.beside import computed_anew
+from fxremat.passes.parts.beside import computed_anew
 from fxremat.planning.planner import first_plan
 from fxremat.ranks.combine import AGREED, agreed_corrections
 from fxremat.regions.regions import Regions

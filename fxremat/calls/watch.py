@@ -25,7 +25,7 @@ from fxremat.loop.comparison import runs_in
 from fxremat.loop.loop import Loop
 from fxremat.loop.outside import FIRST
 from fxremat.passes.joint.sizes import Values
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.parts.parts import Parts
 from fxremat.planner.context.step_context import StepContext
 from fxremat.ranks.combine import AGREED
 from fxremat.regions.regions import Regions

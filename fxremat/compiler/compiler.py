@@ -45,12 +45,8 @@ def compile_graph(
         FxrematError: see :func:`fxremat.compile`.
     """
     cuda_graph.refuse_planning()
-    regions = training.regions
-    broken = None if training.options.fullgraph else _graph_break(training, module)
-    if broken is not None:
-        training.refuse_single_graph_options(broken)
-        regions.several = True
-    if not regions.several:
+    broken = _noted_break(training, module)
+    if not training.regions.several:
         training.loop.watcher.end()
     reference = training.reference()
     given = [example_inputs]  # emptied below: AOTAutograd keeps these closures alive
@@ -99,7 +95,7 @@ def compile_graph(
         except CaptureError as error:
             return _unplanned(training, error, module, example_inputs)
     except BaseException:
-        regions.graph_raised()
+        training.regions.graph_raised()
         raise
     finally:
         given.clear()
@@ -124,6 +120,19 @@ def _unplanned(
         raise error
     training.regions.warnings.warn_not_planned(error)
     return torch_compat.as_it_is(module, example_inputs)
+
+
+def _noted_break(training: Training, module: object) -> str | None:
+    """Return what :func:`_graph_break` does, and note that the model has several graphs then.
+
+    Raises:
+        CaptureError: an option that needs a single graph was given.
+    """
+    broken = None if training.options.fullgraph else _graph_break(training, module)
+    if broken is not None:
+        training.refuse_single_graph_options(broken)
+        training.regions.several = True
+    return broken
 
 
 def _graph_break(training: Training, module: object) -> str | None:

@@ -14,15 +14,9 @@ from fxremat.costs.contrast import contrasts, listed, with_special
 from fxremat.costs.execute import undisturbed
 from fxremat.costs.synthetic import made_up
 from fxremat.passes.joint.sizes import evaluated
-from fxremat.passes.split.parts import (
-    Changed,
-    Parts,
-    Witness,
-    are_equal,
-    is_integer,
-    is_true,
-)
-from fxremat.passes.split.ways import Result
+from fxremat.passes.parts.bits import are_equal, is_integer, is_true
+from fxremat.passes.parts.parts import Changed, Parts, Witness
+from fxremat.passes.parts.rows import Result
 from fxremat.passes.stages.block import tensor_key
 from fxremat.progress import LOG, Note, unnoted
 

@@ -10,7 +10,7 @@ import torch
 from fxremat import torch_compat
 from fxremat.ir import Request
 from fxremat.passes.joint.sizes import Layout
-from fxremat.passes.split.parts import Changed
+from fxremat.passes.parts.parts import Changed
 from fxremat.passes.stages.block import Key
 
 

@@ -15,7 +15,7 @@ from fxremat.costs.cache import CostCache
 from fxremat.costs.execute import HeldBytes, undisturbed
 from fxremat.costs.synthetic import made_up
 from fxremat.passes.joint.masks import BACKWARD, FORWARD, causal_arguments
-from fxremat.passes.split.parts import are_equal
+from fxremat.passes.parts.bits import are_equal
 from fxremat.passes.stages.block import Key, tensor_key
 
 CPU = torch.device("cpu")

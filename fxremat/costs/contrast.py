@@ -12,7 +12,7 @@ from torch import fx
 from fxremat.costs.cache import CostCache
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import is_tensor
-from fxremat.passes.split.parts import INTEGERS, same_bits
+from fxremat.passes.parts.bits import INTEGERS, same_bits
 
 CANDIDATES, AT_ONCE = 1 << 18, 1 << 13
 """How many numbers are searched, and how many are computed at once, since planning has a memory

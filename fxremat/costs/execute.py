@@ -17,7 +17,7 @@ from fxremat.errors import CostError
 from fxremat.ir import Request
 from fxremat.passes.emit.code import compile_graph
 from fxremat.passes.joint.graph import allocated_bytes, is_getitem, tensors_of
-from fxremat.passes.split.beside import Beside
+from fxremat.passes.parts.beside import Beside
 from fxremat.passes.stages.block import Block, Key, Mode, build_graph, call_of, node_key
 from fxremat.progress import Note
 from fxremat.runtime.user_kernels import Launch

@@ -25,7 +25,7 @@ from fxremat.costs.devices import TF32, Device
 from fxremat.costs.work import Floats, Works
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.graph import JointGraph, StorageTable, tensors_of
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.parts.parts import Parts
 from fxremat.passes.stages.block import Block, BlockCache, Mode, call_of
 from fxremat.passes.stages.linearize import Line
 

@@ -51,8 +51,8 @@ from fxremat.passes.fuse.unit import Unit, compile_units
 from fxremat.passes.joint.graph import granule_of
 from fxremat.passes.joint.sizes import Values, layouts_of
 from fxremat.passes.joint.user_kernels import is_tuned
-from fxremat.passes.split.beside import Beside, parts_of
-from fxremat.passes.split.ways import Rows
+from fxremat.passes.parts.beside import Beside, parts_of
+from fxremat.passes.parts.rows import Rows
 from fxremat.passes.stages.block import Block, BlockCache, Key, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.passes.stages.resize import resize

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxremat.passes.joint.graph import JointGraph, is_getitem, tensors_of
 from fxremat.passes.joint.sizes import Layout, Values, layouts_of, product
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.parts.parts import Parts
 from fxremat.passes.stages.block import Mode, call_of
 
 aten = torch.ops.aten

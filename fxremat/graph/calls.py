@@ -9,7 +9,7 @@ from typing import Any
 
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.passes.joint.sizes import Values
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.parts.parts import Parts
 from fxremat.planner.context.step_context import StepContext
 from fxremat.runtime.gradients import Contributors
 

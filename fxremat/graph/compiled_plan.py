@@ -12,8 +12,8 @@ from fxremat.graph.shortfall import Shortfall
 from fxremat.ir import Form
 from fxremat.passes.emit.code import Around, Emitted
 from fxremat.passes.joint.sizes import Sizes, Values
-from fxremat.passes.split.beside import Beside
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.parts.beside import Beside
+from fxremat.passes.parts.parts import Parts
 from fxremat.planner.context.step_context import StepContext
 from fxremat.report.plan import Plan
 from fxremat.runtime.arena import Arena

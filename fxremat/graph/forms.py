@@ -12,9 +12,9 @@ from fxremat.options.arguments import Split
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.constraints import Policy
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.split.beside import parts_of
+from fxremat.passes.parts.beside import parts_of
+from fxremat.passes.parts.parts import Parts
 from fxremat.passes.split.losses import has_losses
-from fxremat.passes.split.parts import Parts
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator.allocations import crowded
 from fxremat.planner.allocator.allocator import AllocatorSettings

@@ -22,8 +22,8 @@ from fxremat.graph.shortfall import warn
 from fxremat.graph.variant import Variant
 from fxremat.ir import TRACED, Form, MeasuredLink
 from fxremat.passes.joint.sizes import Values
+from fxremat.passes.parts.parts import Parts
 from fxremat.passes.split.losses import largest_gradient_bytes
-from fxremat.passes.split.parts import Parts
 from fxremat.planner.allocator.allocations import settings_of
 from fxremat.planner.allocator.allocator import AllocatorSettings
 from fxremat.planner.context.step_context import StepContext

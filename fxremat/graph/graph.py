@@ -40,9 +40,9 @@ from fxremat.passes.joint.constraints import Policy, constrain, describe, uncons
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.sizes import Values
+from fxremat.passes.parts.beside import parts_of
+from fxremat.passes.parts.parts import Changed, Parts
 from fxremat.passes.pipeline import run_passes
-from fxremat.passes.split.beside import parts_of
-from fxremat.passes.split.parts import Changed, Parts
 from fxremat.passes.split.run import Looks
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fxremat.graph.shortfall import warn
 from fxremat.ir import Form
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.parts.parts import Parts
 from fxremat.units import format_bytes
 
 MOST_MEASURED = 32

@@ -18,7 +18,7 @@ from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
 from fxremat.passes.fuse.unit import Unit
 from fxremat.passes.joint.sizes import Sizes, Values
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.parts.parts import Parts
 from fxremat.passes.stages.block import BlockCache, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.context.step_context import StepContext
@@ -105,54 +105,15 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
     """
     pool, candidate, traced = chosen.pool, chosen.candidate, chosen.traced
     search, baseline, host = pool.search, traced.baseline, graph.options.host
-    line, held, budget_bytes = search.measured.line, pool.held, chosen.budget_bytes
-    program, decision = search.evaluator.program(candidate), search.evaluator.decision(candidate)
-    taken, evaluation = search.allocated(candidate), search.evaluator.evaluation(candidate)
-    link = pool.transfers.link if pool.transfers else None
-    timeline = replay(evaluation, line, candidate.moves, link)
-    total_s = timeline.makespan_s
+    held, budget_bytes = pool.held, chosen.budget_bytes
+    program = search.evaluator.program(candidate)
+    evaluation = search.evaluator.evaluation(candidate)
     written = _write(
         program, evaluation.peaks_bytes, candidate.moves, graph.modules, host=host,
         sizes=context.sizes,
     )  # fmt: skip
-    compiled = written.followed(
-        Plan(
-            budget_bytes=budget_bytes,
-            least_budget_bytes=chosen.least_bytes,
-            predicted_peak_bytes=taken.allocated_bytes,
-            predicted_reserved_bytes=taken.reserved_bytes,
-            predicted_held_bytes=evaluation.peak_bytes,
-            predicted_s=total_s,
-            baseline_peak_bytes=chosen.full_bytes,
-            baseline_s=baseline.total_s,
-            lower_bound_s=min(baseline.total_s, total_s),
-            local_search_s=0.0 if host else search.gained_s(budget_bytes),
-            host_bytes=candidate.host_bytes,
-            schedule=decoded(candidate.codes),
-            held_bytes=_held_bytes(line, decision),
-            timeline=timeline,
-            chain=search.chain,
-            costs=search.costs,
-            frontier=chosen.frontier,
-            forward_code=code_of(written.forward),
-            backward_code=code_of(written.backward),
-            branch_ends=line.segments.ends,
-            form=pool.form,
-            budget_on=search.allocations.budget_on,
-            decision=decision,
-            origin=origin,
-            beside=graph.described(context),
-            sizes=tuple(zip(line.joint.sizes.names, context.sizes, strict=True)),
-            fused=_fused(program, context.sizes),
-            waiting_bytes=evaluation.turn_bytes - held.given_bytes - held.loss_point_bytes,
-            measured=pool.costs,
-            usual=chosen.usual,
-            zeros_budget_bytes=chosen.zeros_budget_bytes,
-            forms_left=chosen.forms_left,
-            decided=decided_in(line),
-        ),
-        graph.sizes,
-    )
+    plan = _plan(graph, context, chosen, origin, program, evaluation, written)
+    compiled, total_s = written.followed(plan, graph.sizes), plan.predicted_s
     memory = partial(
         record_memory,
         program,
@@ -172,6 +133,60 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
     compiled.complete = partial(_completed, record=memory, bound=bound, kept=kept, total_s=total_s)
     compiled.context = context
     return compiled
+
+
+def _plan(
+    graph: Graph,
+    context: StepContext,
+    chosen: Chosen,
+    origin: Origin,
+    program: Program,
+    evaluation: Evaluation,
+    written: _Written,
+) -> Plan:
+    """Return the plan of a chosen candidate, whose ``program`` was emitted as ``written``."""
+    pool, candidate, traced = chosen.pool, chosen.candidate, chosen.traced
+    search, baseline, held = pool.search, traced.baseline, pool.held
+    line, budget_bytes = search.measured.line, chosen.budget_bytes
+    decision, taken = search.evaluator.decision(candidate), search.allocated(candidate)
+    link = pool.transfers.link if pool.transfers else None
+    timeline = replay(evaluation, line, candidate.moves, link)
+    total_s = timeline.makespan_s
+    return Plan(
+        budget_bytes=budget_bytes,
+        least_budget_bytes=chosen.least_bytes,
+        predicted_peak_bytes=taken.allocated_bytes,
+        predicted_reserved_bytes=taken.reserved_bytes,
+        predicted_held_bytes=evaluation.peak_bytes,
+        predicted_s=total_s,
+        baseline_peak_bytes=chosen.full_bytes,
+        baseline_s=baseline.total_s,
+        lower_bound_s=min(baseline.total_s, total_s),
+        local_search_s=0.0 if graph.options.host else search.gained_s(budget_bytes),
+        host_bytes=candidate.host_bytes,
+        schedule=decoded(candidate.codes),
+        held_bytes=_held_bytes(line, decision),
+        timeline=timeline,
+        chain=search.chain,
+        costs=search.costs,
+        frontier=chosen.frontier,
+        forward_code=code_of(written.forward),
+        backward_code=code_of(written.backward),
+        branch_ends=line.segments.ends,
+        form=pool.form,
+        budget_on=search.allocations.budget_on,
+        decision=decision,
+        origin=origin,
+        beside=graph.described(context),
+        sizes=tuple(zip(line.joint.sizes.names, context.sizes, strict=True)),
+        fused=_fused(program, context.sizes),
+        waiting_bytes=evaluation.turn_bytes - held.given_bytes - held.loss_point_bytes,
+        measured=pool.costs,
+        usual=chosen.usual,
+        zeros_budget_bytes=chosen.zeros_budget_bytes,
+        forms_left=chosen.forms_left,
+        decided=decided_in(line),
+    )
 
 
 def _completed(

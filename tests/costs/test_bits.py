@@ -12,8 +12,9 @@ from fxremat.costs.bits import other_bits
 from fxremat.costs.cache import CostCache
 from fxremat.costs.contrast import contrasts
 from fxremat.passes.joint.sizes import Layout
-from fxremat.passes.split.parts import Integers, Output, Parts, are_equal
-from fxremat.passes.split.ways import Result, Rows
+from fxremat.passes.parts.bits import are_equal
+from fxremat.passes.parts.parts import Integers, Output, Parts
+from fxremat.passes.parts.rows import Result, Rows
 
 ROWS, WIDTH = 8, 4
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxremat.ir import Forward, MeasuredLink
+from fxremat.ir import Forward, MeasuredLink, Solved
 from fxremat.ir.schedule import decoded
 from fxremat.planner.allocator.allocator import AllocatorSettings
 from fxremat.planner.context.context_bytes import Caller
@@ -15,8 +15,10 @@ from fxremat.planner.decision.candidates import Candidate
 from fxremat.planner.decision.moves import Movable
 from fxremat.planner.search.generators import chain_schedules
 from fxremat.planner.search.search import Search
-from fxremat.planner.transfers.transfers import HostMemory, Transfers
+from fxremat.planner.transfers import transfers as module
+from fxremat.planner.transfers.transfers import HostMemory, Transfers, relieved_schedules
 from fxremat.runtime.slots import slot_bytes
+from fxremat.solvers.rotor import RotorTable
 from fxremat.units import Counted
 from tests.harness import captured, search_of, searched
 
@@ -24,6 +26,7 @@ FAST, SLOW = 1e12, 1e3
 """Bytes a second: everything arrives at once, nothing ever does."""
 
 models = pytest.mark.parametrize("name", ["gpt", "resnet50"])
+with_bases = pytest.mark.parametrize("name", ["gpt_logits", "unet"])
 
 
 def transfers(
@@ -193,3 +196,60 @@ def test_more_travels_where_more_is_handed_out_than_asked_for(
 def replayed(name: str, counted: Counted) -> Search:
     caller = Caller(loss_bytes=0, budget_on=counted)
     return searched(captured(name), caller=caller, allocator=AllocatorSettings())
+
+
+def middle_bytes(name: str) -> int:
+    """A budget between the least and the full peak."""
+    search = search_of(name)
+    return search.least_bytes + (search.baseline.peak_bytes - search.least_bytes) // 4
+
+
+@with_bases
+def test_the_first_base_is_that_of_recomputation_alone(name: str):
+    search, budget = search_of(name), middle_bytes(name)
+    table = RotorTable.build(search.chain, search.costs, max_budget_bytes=budget, slots=500)
+    solved = table.schedule(budget)
+    assert isinstance(solved, Solved)
+    assert decoded(next(relieved_schedules(search.setting, budget))) == solved.schedule
+
+
+@with_bases
+def test_every_base_is_another_and_the_last_keeps_everything(name: str):
+    search, budget = search_of(name), middle_bytes(name)
+    evaluator = search.evaluator
+    found = [evaluator.candidate(codes) for codes in relieved_schedules(search.setting, budget)]
+    assert len({start.codes.tobytes() for start in found}) == len(found) > 2
+    # All that is kept at the loss point may be away at last: nothing is left to run again.
+    assert found[-1].total_s == search.baseline.total_s
+    first, last = evaluator.evaluation(found[0]), evaluator.evaluation(found[-1])
+    assert first.turn_bytes < last.turn_bytes
+
+
+@with_bases
+def test_plans_gain_by_them(name: str, monkeypatch: pytest.MonkeyPatch):
+    search = search_of(name)
+    # The link carries this much while a forward lasts.
+    nbytes = 0.2 * (search.baseline.peak_bytes - search.costs.fixed_bytes)
+    found = transfers(name, nbytes / (search.baseline.total_s / 3), HostMemory())
+    gained = []
+    least, full = found.least_bytes, search.baseline.peak_bytes
+    for budget in (least, least + (full - least) // 6):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "relieved_schedules", lambda *_: iter(()))
+            without = found.fastest_within(budget)
+        moved = found.fastest_within(budget)
+        assert moved.peak_bytes <= budget
+        assert moved.total_s <= without.total_s
+        gained.append(without.total_s - moved.total_s)
+    assert max(gained) > 0.005 * search.baseline.total_s
+
+
+def test_some_candidates_of_every_generator_are_bases():
+    search = search_of("unet")
+    pools = (search.pool, *search.alone)
+    found = transfers("unet", FAST, HostMemory()).candidates
+    assert len(set(found)) == len(found) <= search.effort.base_candidates * len(pools)
+    for pool in pools:
+        assert {pool.members[0], pool.baseline} <= set(found)
+    assert search.baseline in found
+    assert search.least in found

@@ -15,8 +15,7 @@ from torch import fx
 
 from fxremat.passes.joint.graph import is_tensor, tensors_of
 from fxremat.passes.joint.sizes import layouts_of
-
-Shape = tuple[int, ...]
+from fxremat.passes.parts.rows import Shape
 
 Labels = tuple[Hashable, ...]
 """The label of each dimension of a tensor; ``None`` if an operation cannot be split along it."""

@@ -11,9 +11,9 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.passes.joint.graph import JointGraph, is_tensor, operation_of
 from fxremat.passes.joint.sizes import layouts_of
-from fxremat.passes.split.run import Run
-from fxremat.passes.split.runs import is_sum_of_products, results_of
-from fxremat.passes.split.ways import SEEDED, Result
+from fxremat.passes.parts.rows import Result
+from fxremat.passes.split.run import Run, results_of
+from fxremat.passes.split.ways import SEEDED, is_sum_of_products
 
 MOST_PARTS = 64
 """How many parts a run has at most: each part launches all operations."""

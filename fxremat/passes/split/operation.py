@@ -20,20 +20,12 @@ from fxremat.passes.joint.graph import (
     values_of,
 )
 from fxremat.passes.joint.sizes import Size, layouts_of, names_in, symbol
+from fxremat.passes.parts.bits import filled, is_integer
+from fxremat.passes.parts.parts import ROWS, Integers, Made, Output, Parts, Witness
 from fxremat.passes.split.memory import Memory
-from fxremat.passes.split.parts import (
-    ROWS,
-    Integers,
-    Made,
-    Output,
-    Parts,
-    Witness,
-    filled,
-    is_integer,
-)
-from fxremat.passes.split.run import Run, place_of
-from fxremat.passes.split.runs import Large, is_sum_of_products, results_of
-from fxremat.passes.split.ways import for_rows, is_pointwise, reads_indices
+from fxremat.passes.split.run import Run, place_of, results_of
+from fxremat.passes.split.runs import Large
+from fxremat.passes.split.ways import for_rows, is_pointwise, is_sum_of_products, reads_indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +128,7 @@ def _integers(inside: Sequence[fx.Node], sources: Sequence[fx.Node]) -> Integers
         read = set().union(*(held.get(n, ()) for n in node.all_input_nodes))
         if reads_indices(node):
             indices |= read
-        results = [n for n in values_of(node) or [node] if is_tensor(n)]
+        results = [n for n in results_of(node) if is_tensor(n)]
         for result in results:
             if is_integer(result.meta["val"]):
                 held[result] = read

@@ -16,14 +16,14 @@ from fxremat.passes.joint.build import rebuilt
 from fxremat.passes.joint.constraints import CONSTRAINT
 from fxremat.passes.joint.graph import JointGraph, is_tensor, operation_of, values_of
 from fxremat.passes.joint.sizes import LAYOUTS, Size, layouts_of
-from fxremat.passes.split.beside import gather_gradients
-from fxremat.passes.split.losses import by_rows, gradients_with_losses, has_losses
+from fxremat.passes.parts.parts import Changed, Parts
+from fxremat.passes.parts.rows import Way
+from fxremat.passes.split.losses import by_rows, gather_gradients, gradients_with_losses, has_losses
 from fxremat.passes.split.memory import Memory
 from fxremat.passes.split.operation import SizedRun, as_operation, results_of_run
-from fxremat.passes.split.parts import Changed, Parts
 from fxremat.passes.split.run import Looks, Run
-from fxremat.passes.split.runs import Large, Ways, runs_of
-from fxremat.passes.split.ways import Way, is_pointwise
+from fxremat.passes.split.runs import Large, runs_of
+from fxremat.passes.split.ways import Ways, is_pointwise
 from fxremat.runtime.expected import Expected
 
 Tensors = Sequence[torch.Tensor]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxremat.passes.joint.graph import is_getitem, operation_of
-from fxremat.passes.split.ways import Rows, Way
+from fxremat.passes.joint.graph import is_getitem, operation_of, values_of
+from fxremat.passes.parts.rows import Rows, Way
 
 
 @dataclass(slots=True)
@@ -140,3 +140,8 @@ def place_of(value: fx.Node) -> int:
     assert isinstance(index, int)
     returned = operation_of(value).meta["val"][:index]
     return sum(isinstance(other, torch.Tensor) for other in returned)
+
+
+def results_of(node: fx.Node) -> list[fx.Node]:
+    """Return the values that an operation returns and that are read."""
+    return values_of(node) or [node]

@@ -13,24 +13,21 @@ from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
 from fxremat import torch_compat
 from fxremat.passes.joint.constraints import may_run_again
-from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import (
     JointGraph,
     StorageTable,
     is_getitem,
     is_tensor,
     operation_of,
-    tensors_of,
-    values_of,
 )
 from fxremat.passes.joint.sizes import layouts_of, product
-from fxremat.passes.split.run import Looks, Order, Run, place_of
-from fxremat.passes.split.ways import Result, Rows, Way, ways
+from fxremat.passes.parts.rows import Result, Rows, Way
+from fxremat.passes.split.run import Looks, Order, Run, place_of, results_of
+from fxremat.passes.split.ways import Ways, is_sum_of_products
 
 Refused = Set[tuple[fx.Node, Way]]
 """Operations, and ways to compute them in parts, that must not be used."""
@@ -60,35 +57,6 @@ class Large:
         values = table.of((*run.ways, *run.rows_of))
         named = any(table.owner[i].name in self.names for i in values)
         return min(self.most_bytes, self.names_bytes) if named else self.most_bytes
-
-
-class Ways:
-    """A cache of ways to compute operations in parts, shared by operations of the same kind."""
-
-    def __init__(self) -> None:
-        self._cache: dict[tuple[object, ...], tuple[Way, ...]] = {}
-        self._kinds: dict[fx.Node, str] = {}
-
-    def of(self, node: fx.Node, count: int) -> tuple[Way, ...]:
-        """Return the ways to compute ``node`` for some of ``count`` rows at a time."""
-        if node not in self._kinds:
-            self._kinds[node] = _kind_of(node)
-        key = self._kinds[node], repr(count), int(count)
-        if key not in self._cache:
-            self._cache[key] = ways(node, count)
-        return self._cache[key]
-
-
-def _kind_of(node: fx.Node) -> str:
-    """Return a text that is equal for operations with the same ways."""
-
-    def described(read: fx.Node) -> str:
-        tensors = [(t.dtype, t.device.type, t.layout) for t in tensors_of(read)]
-        return f"%{places[read]} {[layout.shape for layout in layouts_of(read)]} {tensors}"
-
-    places = {read: i for i, read in enumerate(node.all_input_nodes)}
-    arguments = written((node.args, dict(node.kwargs)), described)
-    return f"{node.target} {arguments} {[layout.shape for layout in layouts_of(node)]}"
 
 
 def runs_of(
@@ -412,19 +380,9 @@ class _Finder:
         return True
 
 
-def results_of(node: fx.Node) -> list[fx.Node]:
-    """Return the values that an operation returns and that are read."""
-    return values_of(node) or [node]
-
-
 def _are_rows_a_view(value: fx.Node, rows: Rows) -> bool:
     (layout,) = layouts_of(value)
     return all(
         layout.stride[i] == product((layout.stride[i + 1], layout.shape[i + 1]))
         for i in range(rows.first, rows.last - 1)
     )
-
-
-def is_sum_of_products(node: fx.Node, way: Way) -> bool:
-    """Return whether an operation is a sum over parts of products, which are added up in place."""
-    return node.target is torch.ops.aten.mm.default and way.outputs == (Result.SUM,)

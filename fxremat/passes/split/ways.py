@@ -9,66 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxremat.passes.joint.graph import is_tensor
-from fxremat.passes.joint.sizes import product
+from fxremat.passes.joint.digest import written
+from fxremat.passes.joint.graph import is_tensor, tensors_of
+from fxremat.passes.joint.sizes import layouts_of, product
+from fxremat.passes.parts.rows import Result, Rows, Shape, Way, part_of
 from fxremat.passes.split import operators
-from fxremat.passes.split.dims import (
-    Call,
-    Dims,
-    Labels,
-    Rule,
-    Shape,
-    call_of,
-    name_of,
-    shape_of,
-    whole,
-)
+from fxremat.passes.split.dims import Call, Dims, Labels, Rule, call_of, name_of, shape_of, whole
 
 Labelled = Sequence[tuple[Shape, Labels]]
 Returned = Sequence[tuple[Shape, Labels | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Dimensions ``[first, last)`` of a tensor whose elements, in row-major order, are its rows.
-
-    Neither the first nor the last of them has size 1.
-    """
-
-    first: int
-    last: int
-
-
-class Result(Enum):
-    """What an operation returns that has no rows."""
-
-    SUM = "sum"
-    """The sum of what the parts return."""
-    UNREAD = "unread"
-    """Nobody reads the numbers in it, such as the seed of a dropout with probability 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way in which an operation can be computed for some rows at a time.
-
-    Attributes:
-        inputs: the rows of each tensor that it reads, each node once, in the order of
-            ``all_input_nodes``; ``None`` if each part reads it whole.
-        outputs: the rows of each tensor that it returns, in the order of ``layouts_of``.
-        same_bits: whether each row is known to have the same bits as if all were computed at once.
-    """
-
-    inputs: tuple[Rows | None, ...]
-    outputs: tuple[Rows | Result, ...]
-    same_bits: bool
 
 
 SEEDED = torch.Tag.nondeterministic_seeded
@@ -98,6 +52,35 @@ def ways(node: fx.Node, count: int) -> tuple[Way, ...]:
     return tuple(dict.fromkeys(_ways(node, call, dims, count))) if dims else ()
 
 
+class Ways:
+    """A cache of ways to compute operations in parts, shared by operations of the same kind."""
+
+    def __init__(self) -> None:
+        self._cache: dict[tuple[object, ...], tuple[Way, ...]] = {}
+        self._kinds: dict[fx.Node, str] = {}
+
+    def of(self, node: fx.Node, count: int) -> tuple[Way, ...]:
+        """Return the ways to compute ``node`` for some of ``count`` rows at a time."""
+        if node not in self._kinds:
+            self._kinds[node] = _kind_of(node)
+        key = self._kinds[node], repr(count), int(count)
+        if key not in self._cache:
+            self._cache[key] = ways(node, count)
+        return self._cache[key]
+
+
+def _kind_of(node: fx.Node) -> str:
+    """Return a text that is equal for operations with the same ways."""
+
+    def described(read: fx.Node) -> str:
+        tensors = [(t.dtype, t.device.type, t.layout) for t in tensors_of(read)]
+        return f"%{index_of[read]} {[layout.shape for layout in layouts_of(read)]} {tensors}"
+
+    index_of = {read: i for i, read in enumerate(node.all_input_nodes)}
+    arguments = written((node.args, dict(node.kwargs)), described)
+    return f"{node.target} {arguments} {[layout.shape for layout in layouts_of(node)]}"
+
+
 def _rule_of(node: fx.Node) -> Rule | None:
     tags = node.target.tags  # type: ignore[union-attr]
     is_pointwise = torch.Tag.pointwise in tags and SEEDED not in tags
@@ -112,6 +95,11 @@ def is_pointwise(node: fx.Node) -> bool:
 def reads_indices(node: fx.Node) -> bool:
     """Return whether an operator of aten may read integers as indices."""
     return _rule_of(node) in operators.BY_INDEX
+
+
+def is_sum_of_products(node: fx.Node, way: Way) -> bool:
+    """Return whether an operation is a sum over parts of products, which are added up in place."""
+    return node.target is torch.ops.aten.mm.default and way.outputs == (Result.SUM,)
 
 
 def for_rows(node: fx.Node, way: Way, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -138,12 +126,6 @@ def _resized(node: fx.Node, way: Way, rows: int) -> Iterator[tuple[str, Any]]:
         call = call_of(node)
         if call is not None and operators.is_all(call):
             yield "end", 2**63 - 1
-
-
-def part_of(shape: Shape, where: Rows, rows: int) -> Shape:
-    """Return the shape of a part of ``rows`` rows of a tensor of ``shape``."""
-    ones = (1,) * (where.last - where.first - 1)
-    return (*shape[: where.first], *ones, rows, *shape[where.last :])
 
 
 def places(shape: Shape, count: int) -> Iterator[Rows]:

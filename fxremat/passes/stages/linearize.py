@@ -258,7 +258,34 @@ def _assemble(
         for n in joint.forward
         if is_tensor(n) and n not in views and pinned.issuperset(joint.storages.of_node[n])
     )
-    count = len(cuts) + 1
+    stages = _stages(joint, stage_of, pinned_nodes, views, len(cuts) + 1)
+    ends = tuple(bisect_left(cuts, end) for end in positions.segments.ends)
+    unsaved = constrained_storages(joint, "recompute") - pinned
+    return Line(
+        joint,
+        (*stages, *_loss_point(joint, stages)),
+        pinned_nodes,
+        views,
+        stage_of,
+        _roles(joint, stages, pinned_nodes),
+        order={node: index for index, node in enumerate(joint.module.graph.nodes)},
+        segments=replace(positions.segments, ends=ends),
+        drawing=tuple(i for i, nodes in enumerate(stages) if any(map(rng.draws, nodes.forward))),
+        sums=_stages_of_sums(joint, positions, stage_of),
+        unsaved=unsaved,
+        offloaded=constrained_storages(joint, "offload") - joint.storages.of(joint.results),
+    )
+
+
+def _stages(
+    joint: JointGraph,
+    stage_of: Mapping[fx.Node, int],
+    pinned: frozenset[fx.Node],
+    views: frozenset[fx.Node],
+    count: int,
+) -> tuple[StageNodes, ...]:
+    """Return the nodes of each of ``count`` stages, given the stage of each node."""
+    in_backward = frozenset(joint.backward)
     forward, backward, boundary, saved, results = (
         [list[fx.Node]() for _ in range(count)] for _ in range(5)
     )
@@ -272,38 +299,22 @@ def _assemble(
             continue
         stage = stage_of[node]
         forward[stage].append(node)
-        if is_tensor(node) and node not in pinned_nodes:
+        if is_tensor(node) and node not in pinned:
             last = max((stage_of.get(u, 0) for u in node.users), default=0)
             for cut in range(stage + 1, last + 1):
                 boundary[cut].append(node)
-            if any(u in positions.backward and stage_of[u] == stage for u in node.users):
+            if any(u in in_backward and stage_of[u] == stage for u in node.users):
                 saved[stage].append(node)
-    stages = tuple(
+    return tuple(
         StageNodes(
             tuple(forward[i]),
             tuple(backward[i]),
             tuple(boundary[i]),
             tuple(saved[i]),
-            tuple(n for n in forward[i] if n in pinned_nodes),
+            tuple(n for n in forward[i] if n in pinned),
             tuple(results[i]),
         )
         for i in range(count)
-    )
-    ends = tuple(bisect_left(cuts, end) for end in positions.segments.ends)
-    unsaved = constrained_storages(joint, "recompute") - pinned
-    return Line(
-        joint,
-        (*stages, *_loss_point(joint, stages)),
-        pinned_nodes,
-        views,
-        stage_of,
-        _roles(joint, stages, pinned_nodes),
-        order={node: index for index, node in enumerate(joint.module.graph.nodes)},
-        segments=replace(positions.segments, ends=ends),
-        drawing=tuple(i for i, nodes in enumerate(forward) if any(map(rng.draws, nodes))),
-        sums=_stages_of_sums(joint, positions, stage_of),
-        unsaved=unsaved,
-        offloaded=constrained_storages(joint, "offload") - joint.storages.of(joint.results),
     )
 
 

@@ -56,9 +56,6 @@ def search_at(
         evaluator = search.evaluator.within(context_bytes)
     else:
         evaluator = search.evaluator.at(measured, context_bytes)
-    effort = search.effort
-    pool_members = _EvaluatedMembers(evaluator, search.pool.members, effort)
-    most = MOST_BYTES if budget_bytes is None else budget_bytes
     footprints = search.allocations.footprints
     if not same_size:
         footprints = Footprints(measured.line, measured.workspace_bytes, measured.asked)
@@ -68,25 +65,12 @@ def search_at(
         search.allocations.settings,
         search.allocations.budget_on,
     )
-    baseline = pool_members.at(len(pool_members.members) - 1)
-    if same_size and budget_bytes is None:
-        pool_members.evaluate_all()
-    else:
-        pool_members.evaluate_near(most)
-    candidates = [
-        *pool_members.evaluated.values(),
-        *_spare(evaluator, search, effort.spare_candidates),
-    ]
-    solved = Pool.of(baseline, candidates)
-    fitting = [c for c in solved.members if c.peak_bytes <= most and c is not baseline]
-    fastest = reversed(fitting[max(len(fitting) - effort.again_starts, 0) :])
-    for start in fastest if baseline.peak_bytes > most else ():
-        candidates += evaluator.climb(start, effort, limit_bytes=most)
-    pool = Pool.of(baseline, candidates)
+    most = MOST_BYTES if budget_bytes is None else budget_bytes
+    solved, pool = _pools(search, evaluator, most, evaluates_all=same_size and budget_bytes is None)
     alone: tuple[Pool, ...] = (pool,)
     if apart and same_size:
         again = functools.cache(lambda c: evaluator.candidate(c.codes, c.held))
-        alone = tuple(Pool.of(baseline, map(again, other.members)) for other in search.alone)
+        alone = tuple(Pool.of(pool.baseline, map(again, other.members)) for other in search.alone)
     return replace(
         search,
         measured=measured,
@@ -94,12 +78,12 @@ def search_at(
             search.setting,
             line=measured.line,
             context_bytes=context_bytes,
-            kept=evaluator.evaluation(baseline),
+            kept=evaluator.evaluation(pool.baseline),
         ),
         evaluator=evaluator,
         relaxation=(
             functools.partial(
-                Relaxation.of, measured, evaluator.blocks, context_bytes, effort.moments
+                Relaxation.of, measured, evaluator.blocks, context_bytes, search.effort.moments
             )
             if same_size
             else None
@@ -109,6 +93,30 @@ def search_at(
         alone=alone,
         allocations=allocations,
     )
+
+
+def _pools(
+    search: Search, evaluator: Evaluator, most_bytes: int, *, evaluates_all: bool
+) -> tuple[Pool, Pool]:
+    """Return the pool of cached decisions of ``search``, and that pool after local search.
+
+    Local search starts from the fastest that fit in ``most_bytes``, unless everything kept fits.
+    """
+    effort = search.effort
+    cached = _EvaluatedMembers(evaluator, search.pool.members, effort)
+    baseline = cached.at(len(cached.members) - 1)
+    if evaluates_all:
+        cached.evaluate_all()
+    else:
+        cached.evaluate_near(most_bytes)
+    spare = _spare(evaluator, search, effort.spare_candidates)
+    candidates = [*cached.evaluated.values(), *spare]
+    solved = Pool.of(baseline, candidates)
+    fitting = [c for c in solved.members if c.peak_bytes <= most_bytes and c is not baseline]
+    fastest = reversed(fitting[max(len(fitting) - effort.again_starts, 0) :])
+    for start in fastest if baseline.peak_bytes > most_bytes else ():
+        candidates += evaluator.climb(start, effort, limit_bytes=most_bytes)
+    return solved, Pool.of(baseline, candidates)
 
 
 def least_bytes_at(search: Search, measured: Measured, context_bytes: ContextBytes) -> int:

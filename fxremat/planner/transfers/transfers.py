@@ -3,7 +3,10 @@
 Any schedule of recomputations can be the base. ``planner.moves`` decides from bytes alone what
 travels of the storages that the base holds too many of, and predicts how long it takes. Bases are
 the candidates of the search, from the one that recomputes nothing (transfers only) to the one with
-the lowest peak (recomputation only), and schedules that are made for the budget (``bases``).
+the lowest peak (recomputation only), and schedules that are made for the budget. A good base keeps
+more than fits in the budget, and recomputes only what fits next to the rest. The fastest schedules
+for larger budgets also keep more, but most of them recompute operations that need these budgets,
+and no transfer helps there.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ import torch
 
 from fxremat import torch_compat
 from fxremat.costs.bandwidth import measure_link
-from fxremat.ir import MeasuredLink, Move
+from fxremat.ir import MeasuredLink, Move, Solved
+from fxremat.ir.schedule import Codes, coded
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.decision.candidates import Candidate
 from fxremat.planner.decision.moves import Movable, conv_inputs, makespan_s, moved
+from fxremat.planner.search.generators import Setting
 from fxremat.planner.search.search import Search
-from fxremat.planner.transfers import bases
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.slots import slot_bytes
 from fxremat.units import format_bytes
@@ -95,8 +99,11 @@ class Transfers:
             with torch_compat.real_execution(), torch.no_grad():
                 link = measure_link(device, host_dir=host.folder, host_limit_bytes=host.limit_bytes)
         most, small = search.effort.base_candidates, search.effort.small_share
-        pools = (search.pool, *search.alone)
-        candidates = (search.baseline,) if host.only else bases.of_pools(pools, most)
+        candidates: tuple[Candidate, ...] = (search.baseline,)
+        if not host.only:
+            # A generator that is beaten without transfers may still have the better base for them.
+            pools = (search.pool, *search.alone)
+            candidates = tuple(dict.fromkeys(c for pool in pools for c in pool.thinned(most)))
         immovable, forced = search.immovable, search.measured.line.offloaded
         if host.conv:
             joint = search.measured.line.joint
@@ -282,7 +289,7 @@ class Transfers:
             return
         before_s = math.inf
         evaluator, effort = self.search.evaluator, self.search.effort
-        for codes in bases.relieved(self.search.setting, budget_bytes):
+        for codes in relieved_schedules(self.search.setting, budget_bytes):
             start = evaluator.candidate(codes)
             best = self._moved(self._movable(start), start, budget_bytes)
             if best is not None:
@@ -328,6 +335,27 @@ class Transfers:
     def _bases_by_time(self) -> list[tuple[Movable, Candidate]]:
         pairs = zip(self.movable, self.candidates, strict=True)
         return sorted(pairs, key=lambda pair: pair[1].total_s)
+
+
+def relieved_schedules(setting: Setting, budget_bytes: int) -> Iterator[Codes]:
+    """Yield optimal schedules that may hold more than the budget at the loss point.
+
+    A growing share of the bytes kept there is assumed to be on the host: see
+    ``RotorTable.relieved``.
+    """
+    # Loading numba takes longer than all else in the package: not at import.
+    from fxremat.solvers.rotor import RotorTable  # noqa: PLC0415
+
+    chain, costs, slots = setting.chain, setting.costs, setting.effort.slots
+    table = RotorTable.build(chain, costs, max_budget_bytes=budget_bytes, slots=slots)
+    tried: set[bytes] = set()
+    for away in setting.effort.away_shares:
+        solution = table.relieved(away).schedule(budget_bytes)
+        if isinstance(solution, Solved):
+            codes = coded(solution.schedule)
+            if codes.tobytes() not in tried:
+                tried.add(codes.tobytes())
+                yield codes
 
 
 def _faster(best: Candidate | None, other: Candidate | None) -> Candidate | None:

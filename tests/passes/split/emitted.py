@@ -14,7 +14,7 @@ from fxremat.costs.cache import CostCache
 from fxremat.effort import USUAL
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.split.parts import Changed, Parts
+from fxremat.passes.parts.parts import Changed, Parts
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.run import Looks
 from fxremat.passes.split.runs import Large

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxremat.passes.split.ways import Result, Rows, Way, for_rows, part_of
+from fxremat.passes.parts.rows import Result, Rows, Way, part_of
+from fxremat.passes.split.ways import for_rows
 
 FACTOR = 16
 """Parts may be off by so many roundings of the largest number that is there, and by so many times

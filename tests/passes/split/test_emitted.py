@@ -8,7 +8,7 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 import tests.passes.split.layers  # noqa: F401
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.parts.parts import Parts
 from tests.examples import examples
 from tests.passes.split.cases import CASES, STAND_INS, Draws, drawn, operator_of
 from tests.passes.split.emitted import BEFORE, in_parts, other_bits, step_of

@@ -11,8 +11,8 @@ from torch import Tensor
 import tests.passes.split.layers  # noqa: F401
 from fxremat.costs.cache import CostCache
 from fxremat.costs.contrast import contrasts
+from fxremat.passes.parts.bits import same_bits
 from fxremat.passes.split.operators import EXACT
-from fxremat.passes.split.parts import same_bits
 from fxremat.passes.split.ways import is_pointwise, ways
 from tests.examples import examples
 from tests.passes.split.cases import CASES, Draws, drawn, operator_of

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import tests.passes.split.layers  # noqa: F401
 from fxremat.passes.joint.sizes import LAYOUTS, Layout, Size, product
+from fxremat.passes.parts.rows import Result, Rows, Way, part_of
 from fxremat.passes.split.operators import EXACT, RULES, overload
-from fxremat.passes.split.ways import VIEWS, Result, Rows, Way, for_rows, part_of, ways
+from fxremat.passes.split.ways import VIEWS, for_rows, ways
 from tests.examples import examples
 from tests.passes.split.cases import CASES, STAND_INS, Draws, drawn, operator_of
 from tests.passes.split.parts import FACTOR, Alone, alone, differences, largest

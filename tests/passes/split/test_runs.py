@@ -12,7 +12,8 @@ import torch
 from fxremat.effort import USUAL
 from fxremat.passes.joint.graph import JointGraph, operation_of
 from fxremat.passes.split.run import Looks, Run
-from fxremat.passes.split.runs import Large, Ways, runs_of
+from fxremat.passes.split.runs import Large, runs_of
+from fxremat.passes.split.ways import Ways
 from tests.harness import capture, captured
 from tests.models.recurrent import UnrolledGRU
 

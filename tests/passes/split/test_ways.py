@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxremat.passes.split.ways import Result, Rows, Way, ways
+from fxremat.passes.parts.rows import Result, Rows, Way
+from fxremat.passes.split.ways import ways
 from tests.passes.split.parts import Alone, alone, differences
 
 aten = torch.ops.aten

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,27 +14,11 @@ from fxremat.solvers.papers.pofo.sweep import (
     Labels,
     Limits,
     Sweep,
+    SweepChoice,
     expand_all,
     expand_ck,
     finish,
 )
-
-
-class SweepChoice(NamedTuple):
-    """What the first sweep does from one kept value to the next.
-
-    Attributes:
-        stage: ``i``, whose input is kept.
-        within: ``x``: whether it is kept within saved set ``i - 1``.
-        cut: ``i`` for ``F_all i``; else the next stage that keeps its input, after ``F_ck i, F_none
-            i + 1, …``. For the last stage, ``i + 1`` is its second way.
-        moved: whether ``I^x_i`` is offloaded.
-    """
-
-    stage: int
-    within: bool
-    cut: int
-    moved: bool
 
 
 def bound_s(sweep: Sweep, limits: Limits) -> float:

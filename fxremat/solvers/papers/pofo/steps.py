@@ -11,8 +11,7 @@ import numpy as np
 from fxremat.ir import Activations, Backward, Compute, Forward, Keep, Part
 from fxremat.solvers.kernels import added_bytes
 from fxremat.solvers.papers.pofo.intervals import explain
-from fxremat.solvers.papers.pofo.search import SweepChoice
-from fxremat.solvers.papers.pofo.sweep import Sweep, segment
+from fxremat.solvers.papers.pofo.sweep import Sweep, SweepChoice, segment
 from fxremat.solvers.quantize import slots_up
 from fxremat.solvers.sequences import walk
 

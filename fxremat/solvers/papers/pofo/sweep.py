@@ -62,6 +62,23 @@ class Sweep(NamedTuple):
     last_s: Floats
 
 
+class SweepChoice(NamedTuple):
+    """What the first sweep does from one kept value to the next.
+
+    Attributes:
+        stage: ``i``, whose input is kept.
+        within: ``x``: whether it is kept within saved set ``i - 1``.
+        cut: ``i`` for ``F_all i``; else the next stage that keeps its input, after ``F_ck i, F_none
+            i + 1, …``. For the last stage, ``i + 1`` is its second way.
+        moved: whether ``I^x_i`` is offloaded.
+    """
+
+    stage: int
+    within: bool
+    cut: int
+    moved: bool
+
+
 class Labels(NamedTuple):
     """Labels of every node, ``(2 L, most)`` each.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,9 @@ from torch import Tensor, fx
 from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.joint.sizes import Layout, evaluated, names_in
-from fxremat.passes.split.dims import Shape
-from fxremat.passes.split.ways import Result, Rows, part_of
+from fxremat.passes.parts.bits import are_equal
+from fxremat.passes.parts.rows import Result, Rows, Shape, indexed, part, part_of, ranges_of
 from fxremat.runtime import cuda_graph
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by their size in bytes."""
 
 ROWS = "ROWS"
 """Name of the number of rows of a part, in the arguments of its operations."""
@@ -214,7 +211,7 @@ class Parts:
         rows = {n: way for n, way in zip(inputs, self.inputs, strict=True) if way is not None}
 
         def shown(node: fx.Node) -> str:
-            return _indexed(node.name, rows[node]) if node in rows else node.name
+            return indexed(node.name, rows[node]) if node in rows else node.name
 
         lines = []
         for node in self.graph.nodes:
@@ -232,7 +229,7 @@ class Parts:
             if output.way is Result.SUM:
                 lines.append(f"out{i} += {value}")
             else:
-                to = f"out{i}" if output.way is Result.UNREAD else _indexed(f"out{i}", output.way)
+                to = f"out{i}" if output.way is Result.UNREAD else indexed(f"out{i}", output.way)
                 lines.append(f"{to} = {value}")
         read = ", ".join(n.name for n in inputs)
         made = ", ".join(f"out{i}" for i in range(len(self.outputs)))
@@ -322,7 +319,7 @@ class Parts:
             return whole[0] if len(whole) == 1 else list(whole)
         total = int(evaluated(self.rows, named))
         made: list[Any] = [None] * len(self.outputs)
-        for start, rows in parts_of(total, part_rows):
+        for start, rows in ranges_of(total, part_rows):
             pieces = [
                 tensor if way is None else part(tensor, way, start, rows)
                 for tensor, way in zip(given, self.inputs, strict=True)
@@ -389,59 +386,3 @@ class Parts:
             else:
                 made[i] += value
             del value
-
-
-def are_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors have the same bits; NaNs are equal."""
-    return is_true(same_bits(one, other).all())
-
-
-def same_bits(one: Tensor, other: Tensor) -> Tensor:
-    """Return for each number whether it has the same bits, or is NaN in both."""
-    pair = [torch.view_as_real(t) if t.is_complex() else t for t in (one, other)]
-    bits = [t.contiguous().view(INTEGERS[t.itemsize]) for t in pair]
-    same = bits[0] == bits[1]
-    if pair[0].is_floating_point() and not is_true(same.all()):
-        same |= pair[0].isnan() & pair[1].isnan()
-    return same
-
-
-def is_true(answer: Tensor) -> bool:
-    """Return an answer that is on a device, without locking host memory as ``bool`` would."""
-    return bool(answer.cpu())
-
-
-def is_integer(tensor: Tensor) -> bool:
-    """Return whether a tensor holds integers, not Booleans."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
-
-
-def filled(tensor: Tensor, number: Tensor) -> Tensor:
-    """Return a tensor with the layout of ``tensor`` whose elements are all ``number``."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    count = 1 + sum((size - 1) * stride for size, stride in pairs)
-    every = number.repeat(0 if 0 in tensor.shape else count)
-    return every.as_strided(tensor.shape, tensor.stride())
-
-
-def parts_of(total: int, part_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield first row and number of rows of each part; only the last one may have fewer."""
-    for start in range(0, total, max(part_rows, 1)):
-        yield start, min(part_rows, total - start)
-
-
-def _indexed(name: str, way: Rows) -> str:
-    """Return the rows of a tensor as Python code."""
-    flat = f".flatten({way.first}, {way.last - 1})" if way.last - way.first > 1 else ""
-    return f"{name}{flat}[{', '.join([':'] * way.first + ['rows'])}]"
-
-
-def part(tensor: Tensor, way: Rows, start: int, rows: int) -> Tensor:
-    """Return ``rows`` rows of a tensor from ``start`` on, with the same number of dimensions."""
-    first, last = way.first, way.last
-    if last - first > 1:
-        tensor = tensor.view(*tensor.shape[:first], -1, *tensor.shape[last:])
-    piece = tensor.narrow(first, start, rows)
-    for _ in range(last - first - 1):
-        piece = piece.unsqueeze(first)
-    return piece

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -11,23 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.graph import is_getitem
-from fxremat.passes.joint.sizes import LAYOUTS, layouts_of
-from fxremat.passes.split.parts import Parts
+from fxremat.passes.parts.parts import Parts
 from fxremat.runtime import cuda_graph
 from fxremat.runtime.expected import Expected
 
 _counts = threading.local()
-
-
-def beside(early: Tensor, *_gradients: Tensor) -> Tensor:
-    """Stand for ``early`` in a graph that is under construction, with the loss's real gradient.
-
-    The other arguments are the loss's real gradient, the one that ``early`` was computed with, and
-    the gradients of the step's results from which these two follow: all real ones, then all
-    expected ones. See :class:`Beside`.
-    """
-    return torch.empty_like(early)
 
 
 class Beside:
@@ -129,50 +116,3 @@ def computed_anew() -> int:
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(number.cpu().reshape(1).view(torch.uint8) for number in (one, other)))
-
-
-def gather_gradients(module: fx.GraphModule) -> bool:
-    """Let one operation, a :class:`Beside`, return all gradients that one run has computed early.
-
-    ``module`` is changed. Returns whether all such gradients are computed in parts.
-    """
-    graph = module.graph
-    marks: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
-    for mark in graph.find_nodes(op="call_function", target=beside):
-        early, *gradients = mark.args
-        run = early.args[0] if is_getitem(early) else early
-        if not isinstance(run.target, Parts) or gradients[1] not in run.args:
-            return False
-        marks.setdefault((run, *gradients), []).append(mark)
-    for (run, *gradients), of_run in marks.items():
-        _replace_marks(graph, run, gradients, of_run)
-    graph.lint()
-    return True
-
-
-def _replace_marks(
-    graph: fx.Graph, run: fx.Node, gradients: Sequence[fx.Node], marks: Sequence[fx.Node]
-) -> None:
-    """Replace ``marks``, whose values ``run`` has computed, by one operation."""
-    early: list[Any] = [mark.args[0] for mark in marks]
-    results = [n.args[1] if is_getitem(n) else 0 for n in early]
-    gradient, assumed, *others = gradients
-    came, expected = others[: len(others) // 2], others[len(others) // 2 :]
-    parts: Any = run.target
-    targets: list[Any] = [node.target for node in expected]
-    with graph.inserting_before(marks[0]):
-        target = Beside(parts, run.args.index(assumed), results, targets)
-        made = graph.call_function(target, (*run.args, gradient, *came, *early))
-    made.meta = {k: v for k, v in marks[0].meta.items() if k != "tensor_meta"}
-    if len(marks) == 1:
-        marks[0].replace_all_uses_with(made)
-    else:
-        made.meta["val"] = tuple(mark.meta["val"] for mark in marks)
-        made.meta[LAYOUTS] = tuple(layouts_of(mark)[0] for mark in marks)
-        for place, mark in reversed([*enumerate(marks)]):
-            with graph.inserting_after(made):
-                pick = graph.call_function(operator.getitem, (made, place))
-            pick.meta = dict(mark.meta)
-            mark.replace_all_uses_with(pick)
-    for mark in marks:
-        graph.erase_node(mark)

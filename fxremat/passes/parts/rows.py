@@ -1,0 +1,76 @@
+"""Rows of tensors: along which dimensions an operation is computed in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Dimensions ``[first, last)`` of a tensor whose elements, in row-major order, are its rows.
+
+    Neither the first nor the last of them has size 1.
+    """
+
+    first: int
+    last: int
+
+
+class Result(Enum):
+    """What an operation returns that has no rows."""
+
+    SUM = "sum"
+    """The sum of what the parts return."""
+    UNREAD = "unread"
+    """Nobody reads the numbers in it, such as the seed of a dropout with probability 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way in which an operation can be computed for some rows at a time.
+
+    Attributes:
+        inputs: the rows of each tensor that it reads, each node once, in the order of
+            ``all_input_nodes``; ``None`` if each part reads it whole.
+        outputs: the rows of each tensor that it returns, in the order of ``layouts_of``.
+        same_bits: whether each row is known to have the same bits as if all were computed at once.
+    """
+
+    inputs: tuple[Rows | None, ...]
+    outputs: tuple[Rows | Result, ...]
+    same_bits: bool
+
+
+def part_of(shape: Shape, where: Rows, rows: int) -> Shape:
+    """Return the shape of a part of ``rows`` rows of a tensor of ``shape``."""
+    ones = (1,) * (where.last - where.first - 1)
+    return (*shape[: where.first], *ones, rows, *shape[where.last :])
+
+
+def part(tensor: Tensor, way: Rows, start: int, rows: int) -> Tensor:
+    """Return ``rows`` rows of a tensor from ``start`` on, with the same number of dimensions."""
+    first, last = way.first, way.last
+    if last - first > 1:
+        tensor = tensor.view(*tensor.shape[:first], -1, *tensor.shape[last:])
+    piece = tensor.narrow(first, start, rows)
+    for _ in range(last - first - 1):
+        piece = piece.unsqueeze(first)
+    return piece
+
+
+def ranges_of(total: int, part_rows: int) -> Iterator[tuple[int, int]]:
+    """Yield first row and number of rows of each part; only the last one may have fewer."""
+    for start in range(0, total, max(part_rows, 1)):
+        yield start, min(part_rows, total - start)
+
+
+def indexed(name: str, way: Rows) -> str:
+    """Return the rows of a tensor as Python code."""
+    flat = f".flatten({way.first}, {way.last - 1})" if way.last - way.first > 1 else ""
+    return f"{name}{flat}[{', '.join([':'] * way.first + ['rows'])}]"
