@@ -290,4 +290,4 @@ def _name_of(optimizer: Optimizer) -> str:
 
 
 def _loss_of(loss: LossOfOutputs | None) -> LossOf:
-    return "unknown" if loss is None else "own" if loss is own_loss else "told"
+    return "unknown" if loss is None else "own" if loss is own_loss else "given"
