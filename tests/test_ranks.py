@@ -19,7 +19,7 @@ WAYS = (
 )  # fmt: skip
 
 OTHERS = {
-    "argument": r"ArgumentError: ranks is 'all': must be",
+    "argument": r"ArgumentError: ranks must be .*, but got 'all'",
     "batch": r"rank 1 has captured another step than rank 0: .*rank 0's was",
     "graph": r"rank 1 has captured another step than rank 0: .*other operations",
     "budget": r"different budgets: 0.6 on rank 0, 0.7 on rank 1",

@@ -141,12 +141,12 @@ def _slowest_speeds(speeds: Mapping[int, _AllSpeeds]) -> _AllSpeeds:
     return tuple((max(m for m, _ in one), max(b for _, b in one)) for one in each)
 
 
-_SAME_STEP = "All have to train the same model, with batches of one size in the first step"
+_SAME_STEP = "Train the same model in all processes, with batches of one size in the first step"
 
 _REMEDIES = {
-    "setting": "Set it to one value on all of them before they compile, as with "
+    "setting": "Set it to the same value in all processes before compiling, for example with "
     "torch.set_num_threads(n)",
-    "version": "Install the same one on all of them",
+    "version": "Install the same version for all processes",
 }
 """Remedies by the first word of a difference."""
 
@@ -161,7 +161,7 @@ def _slowest_step(steps: Mapping[int, _Step]) -> _Step:
         then = replace(one.origin, code=one.structure_digest)
         for difference in differences(then, own, of=f"rank {first}'s"):
             raise RankError(
-                f"rank {rank} has captured another step than rank {first}: on it {difference}. "
+                f"rank {rank} has captured another step than rank {first}: {difference}. "
                 + _REMEDIES.get(difference.partition(" ")[0], _SAME_STEP),
                 ranks=(rank,),
             )
@@ -188,9 +188,9 @@ def _same_graphs(digests: Mapping[int, str]) -> str:
     differ = [rank for rank in others if digests[rank] != digests[first]]
     if differ:
         raise RankError(
-            f"the plan of rank {first} leads to other operations on {', '.join(map(str, differ))}: "
-            "their steps differ in more than constants. Train the same model on all of them, with "
-            "one version of fxremat",
+            f"the plan of rank {first} leads to other operations on ranks "
+            f"{', '.join(map(str, differ))}, so their steps differ in more than constants. Train "
+            "the same model in all processes, with one version of fxremat",
             ranks=differ,
         )
     return digests[first]
@@ -206,7 +206,7 @@ def agreed_context(peers: Peers, context: str) -> None:
     Raises:
         RankError: another process is at another call.
     """
-    peers.agree("what a call finds", str, context, _same_call)
+    peers.agree("the context of a call", str, context, _same_call)
 
 
 def _same_call(calls: Mapping[int, str]) -> str:
@@ -214,9 +214,9 @@ def _same_call(calls: Mapping[int, str]) -> str:
     for rank in others:
         if calls[rank] != calls[first]:
             raise RankError(
-                f"rank {rank} is at another call than rank {first}: it finds {calls[rank]}, rank "
-                f"{first} {calls[first]}. Collectives are in the graph: all have to make the same "
-                "calls, with batches of one size",
+                f"rank {rank} is at another call than rank {first}: the call of rank {rank} has "
+                f"{calls[rank]}, that of rank {first} has {calls[first]}. The graph contains "
+                "collectives, so all processes must make the same calls, with batches of one size",
                 ranks=(rank,),
             )
     return calls[first]
