@@ -293,7 +293,7 @@ def max_batch(
     read = Budget.read(budget)
     budget_bytes = read.nbytes
     if budget_bytes is None:
-        raise BudgetError(f"budget is {budget!r}: give bytes as '6 GiB' or an int")
+        raise BudgetError(f"budget must be bytes, as '6 GiB' or an int, but got {budget!r}")
     options = _whole("max_batch", options)
     asked = read_dim(model, call, dim)
     try:

@@ -162,7 +162,7 @@ def constrained(error: BudgetError, *, least_bytes: int) -> BudgetError:
     more_bytes = max(0, own_bytes - least_bytes)
     return BudgetError(
         f"{error}. Without the constraints of policy=, or of tags of selective checkpointing, "
-        f"{min(least_bytes, own_bytes)} bytes would do: they cost {more_bytes} "
+        f"{min(least_bytes, own_bytes)} bytes suffice: the constraints cost {more_bytes} "
         f"({format_bytes(more_bytes)})",
         least_budget_bytes=error.least_budget_bytes,
         largest=error.largest,

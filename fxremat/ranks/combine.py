@@ -228,7 +228,7 @@ _Corrections = tuple[tuple[Values, Correction], ...]
 def agreed_corrections(peers: Peers, own: Mapping[Values, Correction]) -> dict[Values, Correction]:
     """Return the corrections that the steps of any process have led to, by sizes."""
     agreed: _Corrections
-    agreed = peers.agree("what steps have taught", _Corrections, tuple(own.items()), _merged)
+    agreed = peers.agree("the feedback of steps", _Corrections, tuple(own.items()), _merged)
     return dict(agreed)
 
 
@@ -254,7 +254,9 @@ def agreed_step(peers: Peers, own: MeasuredStep, *, unchanged: bool) -> Measured
         RankError: the processes make different calls.
     """
     alike = f"{own.calls} {own.begins}" if unchanged else None
-    return peers.agree_unless(alike, "what a step finds", MeasuredStep, own, _most_of_same_calls)
+    return peers.agree_unless(
+        alike, "the context of a step", MeasuredStep, own, _most_of_same_calls
+    )
 
 
 def _most_of_same_calls(steps: Mapping[int, MeasuredStep]) -> MeasuredStep:
@@ -268,7 +270,7 @@ def _most_of_same_calls(steps: Mapping[int, MeasuredStep]) -> MeasuredStep:
 
 def agreed_profiles(peers: Peers, own: MeasuredStep) -> MeasuredStep:
     """Return the largest measurements of a step; no profiles where its calls differ."""
-    return peers.agree("what a step was measured to take", MeasuredStep, own, _most)
+    return peers.agree("the measurements of a step", MeasuredStep, own, _most)
 
 
 def _most(steps: Mapping[int, MeasuredStep]) -> MeasuredStep:

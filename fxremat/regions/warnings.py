@@ -189,7 +189,7 @@ class RegionWarnings:
         """Return the user's lines at which the model breaks, as part of a message."""
         lines = sorted(self.breaks or ())
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
-        return f" (captured in pieces: {'; '.join([*lines[:MOST_LINES], *more])})" if lines else ""
+        return f" (graph breaks: {'; '.join([*lines[:MOST_LINES], *more])})" if lines else ""
 
     def _warn_once(self, what: str, message: str) -> None:
         if what not in self._warned:

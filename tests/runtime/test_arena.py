@@ -138,7 +138,9 @@ def test_a_lease_ends_with_the_last_tensor_on_it():
 def test_the_limit_counts_all_steps_that_overlap():
     arena = Arena(8 * KIB, device=CPU, limit=HostLimit(20 * KIB))
     held = [arena.open(), arena.open()]
-    with pytest.raises(HostMemoryError, match=r"before 2 earlier steps .* 24.0 KiB .*limit=") as info:
+    with pytest.raises(
+        HostMemoryError, match=r"before 2 earlier steps .* 24.0 KiB .*limit="
+    ) as info:
         arena.open()
     assert info.value.asked_bytes == 24 * KIB
     held.pop()
