@@ -271,7 +271,7 @@ def named_bytes(row: Row) -> int | None:
         found: int | None = row.get("least_budget_bytes")
         return found
     texts = [text for _, kind, text in row["warnings"] if kind == "BudgetWarning"]
-    named = [match for text in texts for match in re.findall(r"budget of (\d+) would do", text)]
+    named = [match for text in texts for match in re.findall(r"budget of (\d+) suffices", text)]
     return int(named[-1]) if named else None
 
 

@@ -1,4 +1,4 @@
-"""The public functions that are given a model: compile, plan, frontier, max_batch, estimate."""
+"""The public functions that take a model: compile, plan, frontier, max_batch and estimate."""
 
 from __future__ import annotations
 
@@ -66,110 +66,111 @@ def compile(
     """Make ``model`` train within ``budget``, at the least step time that can be found.
 
     Args:
-        model: the module to train; it is captured in training mode and not changed.
+        model: the module to train. It is captured in training mode and is not changed.
         sample: arguments of one call, on the model's device: a tensor, a tuple, a dict of
-            keywords or a :class:`Sample`. ``None``: the first training call is the sample.
-        budget: the most bytes that a step may have allocated: ``"6 GiB"``, bytes as an
-            int, a share in (0, 1] of the peak with everything kept as a float or as
-            ``"50%"``, or ``"min"``, the least that is feasible. A share and ``"min"`` are resolved
-            for the usual loop (see ``assume``), and again when the state of an optimizer has
-            become known; ``"min"`` grows where a later call needs more. Text that ends in
-            ``" reserved"``, such as ``"22 GiB reserved"``, ``"50% reserved"`` or
-            ``"min reserved"``, limits all that the device's allocator takes for the step,
-            including its cache and the unused parts of its blocks, instead of the blocks that it
-            has handed out, which ``torch.cuda.max_memory_allocated`` reports. On a CPU both are
-            the same.
-        reserve: bytes of the budget that the plan leaves free.
-        optimizer: an optimizer of the model, its class, or the name of one of ``torch.optim``, as
-            ``"AdamW"``, or a list of these: the state that it keeps is counted from the start.
-            Without it, state is counted once it exists.
-        loss: computes a scalar from the outputs, outside the model; what it needs is measured, and
-            outputs that it does not use get no gradient (a backward through one raises).
-            ``"own"``: the model computes its own loss and returns it, as ``.loss``, ``["loss"]``,
-            first of a tuple, or as its only output. A :class:`Loss` has a target as well, or drops
-            outputs that are not used. ``None``: three times the bytes of the outputs are set aside.
-        accumulate: count a second set of gradients, to which those of each step are added.
-            Gradients that exist already are counted anyway.
-        offload: ``"auto"``: activations may also travel to host memory and back, while the
-            device computes, where that is faster than recomputing them; ``"only"``: nothing is
-            recomputed; ``"conv"``: in addition, nothing travels but inputs of convolutions and
-            poolings (Hascoet et al.); ``False``: nothing travels. A :class:`HostMemory` limits
-            how much of it is used, and says where it is.
-        bits: ``"exact"``: gradients are bitwise those of the step without a plan. Runs of
-            operations whose results for some rows (of the batch, the sequence, or both) follow
-            from these rows only may be computed in parts, one after the other: a loss over a
-            vocabulary without its logits, an MLP without its hidden layer. They are considered
+            keywords or a :class:`Sample`. If ``None``, the first training call is the sample.
+        budget: the maximum number of bytes that a step may have allocated: ``"6 GiB"``, bytes as
+            an int, a share in (0, 1] of the peak with everything kept as a float or as ``"50%"``,
+            or ``"min"``, the least feasible budget. A share and ``"min"`` are resolved for the
+            usual loop (see ``assume``), and again once the state of an optimizer exists;
+            ``"min"`` grows when a later call needs more. Text that ends in ``" reserved"``, such
+            as ``"22 GiB reserved"``, ``"50% reserved"`` or ``"min reserved"``, limits all memory
+            that the device's allocator takes for the step, including its cache and the unused
+            parts of its blocks, instead of the blocks that it has handed out, which
+            ``torch.cuda.max_memory_allocated`` reports. On a CPU the two are equal.
+        reserve: number of bytes of the budget that the plan leaves free.
+        optimizer: an optimizer of the model, its class, the name of a class of ``torch.optim``
+            such as ``"AdamW"``, or a list of these. Its state is counted from the first step on.
+            If ``None``, state is counted once it exists.
+        loss: a function that computes a scalar from the outputs, outside the model. Its memory is
+            measured, and outputs that it does not use get no gradient (a backward through one
+            raises). ``"own"`` means that the model computes the loss and returns it, as ``.loss``,
+            ``["loss"]``, the first element of a tuple, or its only output. A :class:`Loss` also
+            has a target, or drops unused outputs. If ``None``, three times the bytes of the
+            outputs are set aside.
+        accumulate: whether to count a second set of gradients, to which the gradients of each step
+            are added. Gradients that already exist are counted in any case.
+        offload: ``"auto"`` also moves activations to host memory and back, while the device
+            computes, where that is faster than recomputing them; ``"only"`` recomputes nothing;
+            ``"conv"`` recomputes nothing and moves only inputs of convolutions and poolings
+            (Hascoet et al.); ``False`` moves nothing. A :class:`HostMemory` also sets how much
+            host memory is used, and where it is.
+        bits: ``"exact"`` computes gradients that are bitwise those of the step without a plan.
+            Runs of operations whose results for some rows (of the batch, the sequence, or both)
+            depend on these rows only may be computed in parts, one after the other: a loss over a
+            vocabulary without its logits, an MLP without its hidden layer. Parts are considered
             where nothing else fits, where a step takes 1.2 times as long as with everything kept,
-            and for a loss whose gradient is an eighth of what a step allocates, or more. Only
-            operations are computed in parts that were seen to give the same bits so, at the
-            step's sizes, on this machine. ``"rounding"``: others are computed in parts as well,
-            and the input of a BatchNorm may be rebuilt from the output of the leaky ReLU behind
-            it; gradients are equal to rounding. With ``executor="inductor"`` and with ``ranks``
-            runs are in parts only with ``"rounding"``; with ``ranks`` never where the model is
-            captured as several graphs. A :class:`Bits` also verifies bits while it trains.
+            and for a loss whose gradient is at least an eighth of what a step allocates. Only
+            operations that gave the same bits in parts, at the step's sizes on this machine, are
+            computed in parts. ``"rounding"`` computes others in parts as well, and may rebuild
+            the input of a BatchNorm from the output of the leaky ReLU that follows it; gradients
+            are equal up to rounding. With ``executor="inductor"`` and with ``ranks``, parts
+            require ``"rounding"``; with ``ranks``, a model that is captured as several graphs is
+            never computed in parts. A :class:`Bits` also verifies bits during training.
         effort: how much of planning may go into further forms of the step that are not needed to
-            fit, such as those in parts; in multiples of what is usual, which takes some seconds of
-            CPU. ``0``: only forms that are needed to fit; ``math.inf``: all. An :class:`Effort`
-            also says which forms and which solvers are used. ``explain()`` says what was left out.
-        executor: ``"inductor"``: pointwise operations and reductions run as kernels that Inductor
-            makes, which takes seconds to a minute here. At every budget gradients are bitwise
-            those of the same kernels with everything kept, which are not eager's.
-        dynamic: ``None``: the second size of an argument that is met is captured with symbols in
-            place of sizes, and all others run from that; ``True``: so is the first one;
-            ``False``: each is captured by itself.
-        plan: a plan of this step, or the file that :meth:`Plan.save` wrote it into: it is
-            followed, and nothing is measured or planned. All options but the folder of host memory
-            must be as when it was made. ``budget`` may be left out then.
-        regions: ``"auto"``: the graphs that the model is captured in are *regions* of one step,
-            within one budget. Nothing of a model that breaks the graph runs here: its first
-            training call captures it and runs each line once. Until one call was watched from
-            begin to end, calls follow the plan of least memory of each region; from then on the
-            plans of all regions are chosen together. What the model does only at its first call
-            breaks no later one: at the second call it is captured as one graph where it can be.
-            ``"one"``: a model that breaks the graph is refused. Names of modules, such as a
-            model's layers: these are regions by themselves, and those that are alike are captured
+            fit, such as those in parts, in multiples of the usual effort, which takes some seconds
+            of CPU time. ``0`` searches only forms that are needed to fit, ``math.inf`` all. An
+            :class:`Effort` also selects forms and solvers. ``explain()`` reports what was skipped.
+        executor: ``"inductor"`` runs pointwise operations and reductions as kernels that Inductor
+            generates, which adds seconds to a minute to this call. At every budget gradients are
+            bitwise those of the same kernels with everything kept, which differ from eager's.
+        dynamic: ``None`` captures the second size of an argument with symbols in place of sizes,
+            and runs all further sizes from that capture; ``True`` captures the first size with
+            symbols as well; ``False`` captures each size separately.
+        plan: a plan of this step, or the path of a file that :meth:`Plan.save` wrote. It is
+            followed, and nothing is measured or planned. All options except the folder of host
+            memory must be those that it was made with. ``budget`` may be omitted.
+        regions: ``"auto"`` plans the graphs that the model is captured in as *regions* of one
+            step, within one budget. A model that breaks the graph is not run by this function:
+            its first training call captures it and runs each line once. Until one call has been
+            observed from begin to end, calls follow the plan of least memory of each region; then
+            the plans of all regions are chosen together. A graph break that occurs in the first
+            call only does not affect later calls: the second call captures the model as one graph
+            if possible. ``"one"`` refuses a model that breaks the graph. Names of modules, such
+            as the model's layers, make each of these modules a region; equal ones are captured
             and measured once.
-        in_flight: how many forwards may wait for their backward, as microbatches of a pipeline's
-            stage do: what the budget leaves above the model is divided by them. More than one
-            imply ``accumulate``.
-        strict: ``True``: a later step that no plan keeps within the budget raises ``BudgetError``.
-            ``False``: once a step has run to its end, such a step follows the plan of least memory,
-            with a ``BudgetWarning`` that says what grew and which budget would do.
-        assume: what least budgets, ``"min"`` and shares have room for. ``"usual"``: the steps of
-            the usual loop from the second one on, in which the previous outputs are still held and
-            gradients may exist, set to zero. ``"strict"``: one step, before which neither exists;
-            other networks of the process are not counted either.
-        ranks: processes that train the model together, and what they do where they differ: the
-            first of them plans, by the most that any of them measures, and all follow. ``None``:
-            those of the model's ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s;
-            where nothing refers to others, each process plans for itself.
-        policy: is called with an :class:`Operation` for each forward operation of a captured
-            graph, at the sizes of the capture, and says what plans do with its results: ``"keep"``:
-            those that the backward reads are saved, and never computed again; ``"recompute"``:
-            they are not saved from forward to backward, but computed again where the backward
-            reads them; ``"offload"``: they are saved in host memory, which needs ``offload``;
-            ``None``: the planner decides, as it does without a policy. Tags of
-            ``torch.utils.checkpoint``'s selective checkpointing that are no hints (``MUST_SAVE``,
-            ``MUST_RECOMPUTE``, ``MUST_CPU_OFFLOAD``) say the same where the policy returns
-            ``None``.
+        in_flight: number of forwards that may wait for their backward, as microbatches of a
+            pipeline's stage do. The budget above the model's memory is divided among them. A
+            value above 1 implies ``accumulate``.
+        strict: ``True`` raises ``BudgetError`` for a later step that no plan keeps within the
+            budget. ``False`` makes such a step, once one step has run to its end, follow the plan
+            of least memory, with a ``BudgetWarning`` that names what grew and a sufficient budget.
+        assume: what least budgets, ``"min"`` and shares have room for. ``"usual"`` assumes steps
+            of the usual loop from the second one on, in which the previous outputs are still held
+            and gradients may exist, set to zero. ``"strict"`` assumes one step, before which
+            neither exists, and does not count other networks of the process.
+        ranks: the processes that train the model together, and what they do if their budgets
+            differ. The first of them plans, with the largest measurements of all processes, and
+            all follow its plan. ``None`` uses the processes of the model's
+            ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s; without these, each
+            process plans for itself.
+        policy: a function that is called with an :class:`Operation` for each forward operation of a
+            captured graph, at the sizes of the capture, and returns what plans do with its
+            results. ``"keep"`` saves the results that the backward reads and never recomputes
+            them; ``"recompute"`` does not save them from forward to backward, but recomputes them
+            where the backward reads them; ``"offload"`` saves them in host memory, which requires
+            ``offload``; ``None`` leaves the decision to the planner. The tags ``MUST_SAVE``,
+            ``MUST_RECOMPUTE`` and ``MUST_CPU_OFFLOAD`` of ``torch.utils.checkpoint``'s selective
+            checkpointing have the same effect where the policy returns ``None``.
 
-    Returns a module that trains exactly as ``model`` does, and shares all it has.
+    Returns:
+        A module that trains exactly as ``model`` does and shares all of its state.
 
     Raises:
-        BudgetError: the budget cannot be read, is below the least feasible one, or ``plan``
-            does not keep to it. A training call of a model of several regions raises it where
-            no plans of them fit together, or three steps in a row took more.
-        PlanError: ``plan`` cannot be read, or is one of another step.
-        ArgumentError: another argument cannot be read or has a former name, ``loss`` returns no
-            scalar, or ``optimizer`` is of another model.
-        SampleError: the sample is of another kind, or on another device than the model.
-        NoGradientError: nothing requires a gradient.
+        BudgetError: the budget cannot be read or is below the least feasible one, or ``plan``
+            exceeds it. A training call of a model with several regions raises it if no plans of
+            the regions fit together, or if three steps in a row exceeded the budget.
+        PlanError: ``plan`` cannot be read, or belongs to another step.
+        ArgumentError: another argument cannot be read or has a former name, ``loss`` does not
+            return a scalar, or ``optimizer`` belongs to another model.
+        SampleError: the sample has an unsupported type, or is on another device than the model.
+        NoGradientError: no parameter or input requires a gradient.
         CaptureError: the model breaks the graph where that is refused, or with ``offload`` or
             ``plan``; or a CUDA graph is being captured.
         CostError: an operation cannot be measured.
-        HostMemoryError: the host memory that the plan takes cannot be had.
-        RankError: processes do not agree, or one of them does not come in time.
-        Exception: what the model itself raises at the sample, as it is.
+        HostMemoryError: the host memory that the plan needs cannot be allocated.
+        RankError: the processes disagree, or one of them does not arrive in time.
+        Exception: what the model itself raises for the sample, unchanged.
     """
     # The others are passed to Arguments.read by their own names.
     given = {name: value for name, value in locals().items() if name not in ("model", "sample")}
@@ -188,19 +189,22 @@ def plan(
     """Return the plan that :func:`compile` would follow for a model captured as one graph.
 
     Args:
-        model: the module to train; it is not changed.
+        model: the module to train. It is not changed.
         sample: arguments of one call, as for :func:`compile`.
-        budget: the most bytes that a step may have allocated, as for :func:`compile`.
-        check: hold the plan against CP-SAT, which finds and proves the fastest schedule of a chain
-            of up to 12 stages, in up to two minutes: ``cross_check`` of the plan, and a line of
-            ``explain()``, have its seconds and the gap, or say why there are none. Not with
-            ``offload``.
-        **options: of :func:`compile`, but ``regions``.
+        budget: the maximum number of bytes that a step may have allocated, as for :func:`compile`.
+        check: whether to compare the plan with CP-SAT, which searches for up to two minutes for
+            the fastest schedule of a chain of up to 12 stages, and a proof. The result is
+            ``cross_check`` of the plan and a line of ``explain()``: the seconds and the gap, or
+            why there are none. Cannot be combined with ``offload``.
+        **options: options of :func:`compile`, except ``regions``.
+
+    Returns:
+        The plan.
 
     Raises:
-        FxrematError: the errors of :func:`compile`; a ``CaptureError`` where the model breaks the
-            graph; an ``ArgumentError`` where ``check`` is no truth value, comes with ``offload``,
-            or ortools is missing.
+        FxrematError: the errors of :func:`compile`; a ``CaptureError`` if the model breaks the
+            graph; an ``ArgumentError`` if ``check`` is not a bool or is combined with ``offload``,
+            or if ortools is missing.
     """
     if read_bool("check", check):
         check_solver_usable(options.get("offload", False))
@@ -213,19 +217,21 @@ def plan(
 def frontier(
     model: nn.Module, sample: object, *, counted: Counted = "allocated", **options: Any
 ) -> Frontier:
-    """Return the least step time at every budget, by recomputation alone.
+    """Return the least step time at every budget, with recomputation only.
 
-    All points come from the tables that plans are made from: no solver runs for a point. At the
-    least peaks runs of operations are computed in parts, as ``bits`` and ``effort`` allow.
+    All points come from the tables that plans are made from, so no solver runs for a point. At the
+    lowest peaks runs of operations are computed in parts, as ``bits`` and ``effort`` allow.
 
     Args:
-        model: the module to train; it is not changed.
+        model: the module to train. It is not changed.
         sample: arguments of one call, as for :func:`compile`.
-        counted: which bytes peaks are in: ``"allocated"`` or ``"reserved"``, as budgets are.
-        **options: of :func:`compile`, but ``budget`` and ``regions``. ``offload`` changes nothing
-            here.
+        counted: the bytes that peaks are measured in, ``"allocated"`` or ``"reserved"``, as for
+            budgets.
+        **options: options of :func:`compile`, except ``budget`` and ``regions``. ``offload`` has
+            no effect.
 
-    Returns points of peak bytes and seconds of a step.
+    Returns:
+        The frontier, as points of peak bytes and seconds of a step.
 
     Raises:
         FxrematError: the errors of :func:`compile`.
@@ -250,42 +256,44 @@ def max_batch(
     most: int | None = None,
     **options: Any,
 ) -> Batches:
-    """Return the largest batch that fits ``budget``, and the one of the most samples a second.
+    """Return the largest batch size that fits ``budget``, and the one with the highest throughput.
 
-    The step is captured and measured once, at the sample, which need not fit itself. All else is
-    computed; nothing is run of any other size but convolutions, whose libraries must be asked what
-    memory they take, and, at the answer, what is computed in parts, to compare its bits. An answer
-    that needs such parts is compiled, and smaller ones are tried where that is refused.
-    Only sizes that the model takes are answered: even ones, say, where it views its batch as pairs.
+    The step is captured and measured once, at the sample, which itself need not fit. Bytes and
+    seconds of other sizes are computed from that. Two kinds of operations also run at other sizes:
+    convolutions, whose libraries report the memory they take, and, at the result, operations in
+    parts, to compare their bits. A result that needs such parts is compiled, and smaller sizes are
+    tried if that fails. Only sizes that the model accepts are returned, such as even ones if it
+    views its batch as pairs.
 
     Args:
         model: the module to train.
-        sample: as for :func:`compile`. Sizes that are equal in it vary together, so its batch
-            should differ from its other sizes, and be at least 2.
+        sample: arguments of one call, as for :func:`compile`. Sizes that are equal in the sample
+            vary together, so its batch size should differ from its other sizes, and be at least 2.
         budget: ``"6 GiB"``, ``"6 GiB reserved"``, or bytes as an int.
-        dim: the batch: a dimension of the sample's first tensor; or a pair, an argument's index
-            or name and a dimension of it.
-        most: the largest size that is asked for; none beyond 2^20 is anyway.
-        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``regions``, ``in_flight`` and
-            ``ranks``.
+        dim: the dimension of the batch: a dimension of the sample's first tensor, or a pair of an
+            argument's index or name and a dimension of that argument.
+        most: the largest size to try. Sizes above 2^20 are never tried.
+        **options: options of :func:`compile`, except ``dynamic``, ``plan``, ``regions``,
+            ``in_flight`` and ``ranks``.
 
-    Returns sizes, their least budgets and predicted seconds. The first time that a size beyond the
-    largest is compiled may find it to fit yet, or the largest to be one too many, where kernels
-    take other memory there than they say.
+    Returns:
+        Sizes with their least budgets and predicted seconds. When a size near the largest is
+        compiled for the first time, a larger size may turn out to fit, or the largest may be one
+        too many, if kernels use other memory at that size than they report.
 
     Raises:
-        BudgetError: the budget is no number of bytes, or no size fits.
-        ArgumentError: a dimension does not exist, does not vary or varies only with another of
-            the same argument; an option cannot be read.
-        SizesError: the model computes something that cannot follow sizes that vary.
-        SampleError, NoGradientError, CaptureError, CostError, HostMemoryError: as
+        BudgetError: the budget is not a number of bytes, or no size fits.
+        ArgumentError: a dimension does not exist, does not vary, or varies only together with
+            another one of the same argument; or an option cannot be read.
+        SizesError: the model computes something that does not support varying sizes.
+        SampleError, NoGradientError, CaptureError, CostError, HostMemoryError: as for
             :func:`compile`.
     """
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
     read = Budget.read(budget)
     budget_bytes = read.nbytes
     if budget_bytes is None:
-        raise BudgetError(f"budget is {budget!r}: give bytes as '6 GiB' or an int")
+        raise BudgetError(f"budget must be bytes, as '6 GiB' or an int, but got {budget!r}")
     options = _whole("max_batch", options)
     asked = read_dim(model, call, dim)
     try:
@@ -293,9 +301,9 @@ def max_batch(
     except SizesError as error:
         raise SizesError(
             error.found,
-            "max_batch captures all sizes at once, which this model does not let it: ask for the "
-            "plan of each size by itself, fxremat.plan(model, sample, budget) for a sample of that "
-            "size; it raises a BudgetError where the size does not fit",
+            "max_batch captures all sizes at once, which this model does not support. Plan each "
+            "size separately: fxremat.plan(model, sample, budget) with a sample of that size "
+            "raises a BudgetError if the size does not fit",
         ) from None
     made._training.loop.leave()  # it does not train
     (graph,) = made._training.graphs
@@ -335,42 +343,45 @@ def estimate(
     verify: bool = False,
     **options: Any,
 ) -> Estimate:
-    """Estimate a training step on a device that need not be present; nothing is allocated.
+    """Estimate a training step on any device, present or not, without allocating memory.
 
-    The step is captured without data and planned as :func:`compile` plans it. Bytes follow from
-    shapes: on a CPU they are those of :func:`compile`, but for what operations take while they
-    run, which no shape tells, and for which ``workspace_bytes`` are set aside. Seconds are the
-    least that the device could take, by its figures.
+    The step is captured without data and planned as :func:`compile` plans it. Bytes are computed
+    from shapes. On a CPU they equal those of :func:`compile`, except for the workspaces of
+    operations, which do not follow from shapes and for which ``workspace_bytes`` are set aside.
+    Seconds are lower bounds computed from the device's figures.
 
     Args:
-        model: the module to train: on ``torch.device("meta")``, without data, or a real one,
-            wherever it is. It is not changed.
-        sample: as for :func:`compile`; its tensors may be on ``meta``.
-        device: the name of one, such as ``"cpu"``, ``"H100"`` or ``"A100"``, a :class:`Device`, or
-            the path of a file that :meth:`Device.save` wrote.
-        budget: as for :func:`compile`: plan for it, too. One that does not fit is no error.
-        dim: the batch, as for :func:`max_batch`: find the sizes of it that fit the budget, which
-            must then be bytes.
-        most: the largest size of it that is asked for.
-        costs: a plan of this step, made where it runs, or the file it was saved in: what was
-            measured for it is used in place of estimates.
-        verify: make the plan once more on this machine's CUDA device, or on what stands in for
-            one, and follow it for some steps, of a copy without data: what torch's allocator has
-            handed out, and taken, is in ``verified``. That memory must be there.
-        **options: of :func:`compile`, but ``dynamic``, ``plan``, ``regions``, ``in_flight``,
-            ``ranks`` and ``executor``: operations run as eager runs them. Which of them keep their
-            bits in parts is measured where they run, so nothing is in parts but with
-            ``bits="rounding"``.
+        model: the module to train, on ``torch.device("meta")`` or on any real device. It is not
+            changed.
+        sample: arguments of one call, as for :func:`compile`. Its tensors may be on ``meta``.
+        device: the name of a device, such as ``"cpu"``, ``"H100"`` or ``"A100"``, a
+            :class:`Device`, or the path of a file that :meth:`Device.save` wrote.
+        budget: a budget to plan for, as for :func:`compile`. A budget that does not fit is not an
+            error.
+        dim: the dimension of the batch, as for :func:`max_batch`. If given, the sizes that fit
+            ``budget``, which must be in bytes, are computed.
+        most: the largest size to try.
+        costs: a plan of this step made on the device that runs it, or the path of its file. Its
+            measurements replace the estimates.
+        verify: whether to make the plan again on this machine's CUDA device, or on a stand-in for
+            one, and follow it for some steps, on a copy of the model without data. The memory that
+            torch's allocator handed out and reserved is returned in ``verified``. The device must
+            have that memory.
+        **options: options of :func:`compile`, except ``dynamic``, ``plan``, ``regions``,
+            ``in_flight``, ``ranks`` and ``executor``: operations run as in eager mode. Nothing is
+            computed in parts unless ``bits="rounding"``, since whether parts keep their bits is
+            measured on the device.
 
-    Returns the least budget, the peak with everything kept, the frontier between them and what was
-    asked for beside.
+    Returns:
+        The least budget, the peak with everything kept, the frontier between them, and the results
+        for ``budget``, ``dim`` and ``verify``.
 
     Raises:
         ArgumentError: an argument or an option cannot be read, or the dimension does not vary.
         BudgetError: the budget cannot be read.
         PlanError: ``costs`` cannot be read.
-        CostError: ``costs`` are those of another step.
-        SampleError, NoGradientError, CaptureError: as :func:`compile`.
+        CostError: ``costs`` belong to another step.
+        SampleError, NoGradientError, CaptureError: as for :func:`compile`.
         torch.OutOfMemoryError: ``verify`` needs more memory than the CUDA device has.
     """
     model, call, limit = original_of(read_model(model)), Sample.of(sample), read_most(most)
@@ -379,7 +390,7 @@ def estimate(
         check_device_present()
     target, given = read_device(device), None if budget is None else Budget.read(budget)
     if dim is not None and (given is None or given.nbytes is None):
-        raise ArgumentError("dim= needs a budget= in bytes", argument="dim", value=dim)
+        raise ArgumentError("dim= requires budget= in bytes", argument="dim", value=dim)
     check_gradients(model, call)
     known = read_plan("costs", costs)
     asked = Asked(
@@ -399,10 +410,10 @@ def estimate(
 
 
 _WHY = {
-    "plan": "makes one plan, for all that a model does",
-    "frontier": "shows one graph, of all that a model does",
+    "plan": "makes one plan for the whole model",
+    "frontier": "describes one graph of the whole model",
     "max_batch": "plans one step of one process, captured for all sizes at once",
-    "estimate": "runs nothing: it captures one step, for one process, as eager would run it",
+    "estimate": "captures one step of one process as eager would run it, and runs nothing",
 }
 """Why a function does not take all options."""
 
@@ -420,5 +431,7 @@ def _whole(function: str, options: dict[str, Any]) -> dict[str, Any]:
 def _refuse(function: str, options: dict[str, Any]) -> None:
     for option in OPTIONS:
         if option.name in options and not option.taken_by(function):
-            message = f"{option.name}= is not for {function}, which {_WHY[function]}: leave it out"
+            message = (
+                f"{function} does not take {option.name}=, because it {_WHY[function]}: omit it"
+            )
             raise ArgumentError(message, argument=option.name, value=options[option.name])

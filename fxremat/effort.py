@@ -1,4 +1,4 @@
-"""How much work planning does, and what it looks at."""
+"""How much work planning does, and what it searches."""
 
 from __future__ import annotations
 
@@ -14,118 +14,119 @@ FormKind = Literal["parts", "norms"]
 """Kinds of further forms of a step."""
 
 DEFAULT_GENERATORS = ("rotor", "equiv_chain", "join")
-"""Generators whose schedules are looked at unless others are named."""
+"""Solvers whose schedules are searched by default."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Effort:
-    """How much work planning does, and what it looks at.
+    """How much work planning does, and what it searches.
 
-    The first three attributes are for users. The others steer the search; their defaults were
-    chosen by measuring, and the ablation varies them. A plan that was saved with other values is
-    not one of this step.
+    The first three attributes are for users. The others control the search; their defaults were
+    chosen by measurements, and the ablation varies them. A plan that was saved with other values
+    cannot be followed.
 
     Attributes:
         scale: how much of planning may go into further forms of the step that are not needed to
-            fit, in multiples of what is usual, which takes some seconds of CPU, or half as long as
-            the rest of planning for a long step. Work is counted in operations that are looked at,
-            not in seconds, so that the same step gets the same plan on any machine. ``0``: only
-            forms that are needed to fit; ``math.inf``: all. ``explain()`` says what was left out.
-        generators: names of solvers whose schedules the planner looks at, and from which local
+            fit, as a multiple of the usual work, which takes some seconds of CPU time, or half as
+            long as the rest of planning for a long step. Work is counted in operations, not in
+            seconds, so that the same step gets the same plan on any machine. ``0`` searches only
+            forms that are needed to fit, ``math.inf`` all. ``explain()`` reports what was skipped.
+        generators: names of solvers whose schedules the planner evaluates, and from which local
             search starts: ``"rotor"``, ``"equiv_chain"``, ``"join"``, ``"store_all"``,
             ``"periodic"``, ``"revolve"`` or ``"pofo"`` (see :func:`fxremat.solve`). ``"join"`` and
             ``"equiv_chain"`` have schedules only for branches that meet. Least budgets are those of
             the named solvers.
-        forms: further forms of the step that are looked at. ``"parts"``: runs of operations are
-            computed in parts, one after the other. ``"norms"``: with ``bits="rounding"``, inputs
-            of norms are rebuilt from outputs.
-        long_life: forward operations that a small storage must live across to be pinned.
-        long_share: and one in so many operations of the whole forward.
+        forms: further forms of the step that are searched. ``"parts"`` computes runs of operations
+            in parts, one after the other. ``"norms"`` rebuilds inputs of norms from outputs, with
+            ``bits="rounding"``.
+        long_life: number of forward operations that a small storage must live across to be pinned.
+        long_share: it must also live across one in this many operations of the whole forward.
         pin_share: storages above this share of the saved bytes are never pinned for being small.
-        most_stages: stages of a line; solving takes time with the cube of them.
-        branch_share: a branch saves at least this share of all saved bytes.
-        branch_operations: and has at least so many operations: the copy of a weight in another
-            dtype is no branch.
-        run_operations: most operations of a run in parts; also the most values that one of them
-            reads, and the most operations that read one of them.
-        part_shares: values above the largest one divided by such a number are computed in parts,
-            in one form each.
-        looks: looks at operations in a search of runs, at a ``scale`` of 1; each takes some 4
-            microseconds.
-        looks_each: looks for each operation of a graph, where these are more: a millisecond, half
-            of what else planning takes for it.
-        looks_to_plan: what it takes to measure and plan a form, for each of its operations, in
-            looks.
-        looks_to_search: of that, to search for schedules once the form is measured.
-        looks_in_step: looks of a plan that is made inside a training step: less than a second.
-        much_slower: further forms are searched where a plan takes this many times the seconds of
+        most_stages: maximum number of stages of a line. Solving time is cubic in it.
+        branch_share: minimum share of all saved bytes that a branch saves.
+        branch_operations: minimum number of operations of a branch, so that the copy of a weight in
+            another dtype is not a branch.
+        run_operations: maximum number of operations of a run in parts, of values that one of them
+            reads, and of operations that read one of them.
+        part_shares: numbers by which the largest value is divided. For each of them, one form
+            computes all values above the quotient in parts.
+        looks: number of operations that a search for runs may visit at a ``scale`` of 1. Each visit
+            takes about 4 microseconds.
+        looks_each: visits for each operation of a graph, if these are more: a millisecond, half of
+            the other planning time of the operation.
+        looks_to_plan: cost of measuring and planning a form, in visits for each of its operations.
+        looks_to_search: part of that cost for the search for schedules of a measured form.
+        looks_in_step: visits for a plan that is made inside a training step: less than a second.
+        much_slower: further forms are searched if a plan takes this many times the seconds of
             everything kept.
-        large_loss: a form in parts is searched wherever a loss's gradient takes one in so many
-            bytes, or more, of what a step that keeps everything allocates: a loss in parts is
-            faster where its logits would go through memory.
-        most_aims: forms of a graph in which only what takes part in a peak is in parts.
-        faster: a step that fits as it was traced follows another form only where that takes less
-            than this share of its seconds.
-        save_options: most choices of what a stage keeps, in addition to keeping everything.
-        tried_storages: most storages of which all subsets are tried.
+        large_loss: a form in parts is searched if the gradient of a loss takes at least one in this
+            many bytes of a step with everything kept. A loss in parts is faster if its logits
+            exceed the caches.
+        most_aims: maximum number of forms of a graph in which only the values at a peak are in
+            parts.
+        faster: a step that fits as traced follows another form only if that takes less than this
+            share of its seconds.
+        save_options: maximum number of choices of what a stage keeps, in addition to everything.
+        tried_storages: maximum number of storages whose subsets are all evaluated.
         solve_work: limit of one search by CP-SAT in its deterministic unit of work, about a second
-            each: the same numbers give the same choices on a busy machine.
-        slots: slots of each table of rotor: a few tables with decreasing ceilings keep rounding
+            each, so that the choices do not depend on the load of the machine.
+        slots: slots of each table of rotor. A few tables with decreasing ceilings keep rounding
             errors small.
-        budgets: budgets that a solver is called for if it has no table of all budgets.
+        budgets: number of budgets for which a solver without a table of all budgets is called.
         equiv_slots: slots of each table of the equivalent chain.
-        join_choices: choices that are evaluated to fill a table of the join: a second or so.
-        join_bytes: most bytes of each table of the join.
-        least_join_slots: least slots of each table of the join.
-        most_join_slots: most slots of each table of the join.
-        starts: members of a pool that local search starts from, evenly spaced over their peaks;
-            ``0``: nothing is searched locally.
-        closer_starts: more members near the least peak that local search starts from, each half as
-            far from it as the previous one: time falls steeply there.
-        climb_steps: most steps of a climb.
-        climb_failures: changes in a row that may fail before a climb ends.
-        step_share: bytes that one step may hold in addition, as a share of the start's peak, if its
-            first change does not hold more.
+        join_choices: number of choices evaluated to fill a table of the join: about a second.
+        join_bytes: maximum size of each table of the join in bytes.
+        least_join_slots: minimum number of slots of each table of the join.
+        most_join_slots: maximum number of slots of each table of the join.
+        starts: number of pool members from which local search starts, evenly spaced over their
+            peaks; ``0`` disables local search.
+        closer_starts: number of further starts near the lowest peak, where time falls steeply. Each
+            is half as far from that peak as the previous one.
+        climb_steps: maximum number of steps of a climb.
+        climb_failures: number of consecutive changes that may fail before a climb ends.
+        step_share: additional bytes that one step may hold, as a share of the start's peak, unless
+            its first change holds more.
         alike: changes are combined if each gains at least this share of the best one's seconds per
             byte.
-        moments: moments of the backward that the lower bound is evaluated at, evenly spaced from
-            the fullest to the emptiest.
-        frontier_points: candidates of a frontier that have their peaks replayed.
-        spare_pools: pools of other contexts that are kept.
-        spare_candidates: candidates of each of these that are evaluated, evenly spaced.
-        spread: members of a pool that are evaluated at another size whatever the budget, evenly
+        moments: number of moments of the backward at which the lower bound is evaluated, evenly
+            spaced from the fullest to the emptiest.
+        frontier_points: number of candidates of a frontier whose peaks are replayed.
+        spare_pools: number of pools of other contexts that are kept.
+        spare_candidates: number of candidates of each of these that are evaluated, evenly spaced.
+        spread: number of pool members that are evaluated at another size for any budget, evenly
             spaced.
-        lowest: more members of the lowest peaks that are evaluated there: which one is the lowest
-            may depend on the size.
-        near_budget: more members on either side of the budget that are evaluated there: the order
-            of peaks may change.
-        again_starts: the fastest members that fit there from which local search starts.
-        size_close: what takes long to compute of a size is computed until the answer is off by its
-            so-manieth at most.
-        size_near: where the model refuses the largest size that fits, so many below it are tried
-            first.
-        curve_sizes: sizes of a curve of ``max_batch``, evenly among all.
-        curve_closer: times that sizes half-way from the fastest to its neighbors are added.
-        batch_trials: how often a size is compiled by itself, where the one that should fit is
-            refused.
-        loss_point_shares: shares of all that a region allocates that are assumed to be held at the
-            loss point while its plans are searched.
-        region_states: most pairs of bytes and seconds after each call of a region; others are
-            dropped, evenly over the bytes.
-        graded_bases: candidates from which transfers start where all plans of a graph are listed.
-        base_candidates: candidates of each pool that plans with transfers start from.
+        lowest: number of further members with the lowest peaks that are evaluated there, since the
+            lowest one may depend on the size.
+        near_budget: number of further members on either side of the budget that are evaluated
+            there, since the order of peaks may change.
+        again_starts: number of fastest members that fit there from which local search starts.
+        size_close: expensive computations for a size end once the relative error of the result is
+            at most one over this number.
+        size_near: number of smaller sizes that are tried first if the model refuses the largest
+            size that fits.
+        curve_sizes: number of sizes of a curve of ``max_batch``, evenly spaced.
+        curve_closer: how often sizes halfway from the fastest to its neighbors are added.
+        batch_trials: number of sizes that are compiled separately if the predicted one is refused.
+        loss_point_shares: shares of all bytes allocated by a region that its plans are assumed to
+            hold at the loss point.
+        region_states: maximum number of pairs of bytes and seconds after each call of a region.
+            Others are dropped, evenly over the bytes.
+        graded_bases: number of candidates from which transfers start if all plans of a graph are
+            listed.
+        base_candidates: number of candidates of each pool from which plans with transfers start.
         away_shares: shares of the kept bytes that bases assume to be on the host at the loss point.
-        small_share: storages up to this share of all movable bytes travel only if larger ones are
-            not enough: a transfer has a fixed cost.
-        enough_slower: a climb with transfers ends once it takes no more than this share longer than
+        small_share: storages up to this share of all movable bytes are moved only if larger ones do
+            not suffice, since a transfer has a fixed cost.
+        enough_slower: a climb with transfers ends once it takes at most this share longer than
             keeping everything.
-        grades: steps in which more and more is sent away, if all of them are evaluated.
-        send_rounds: how often more is sent away because the allocator hands out too much.
-        patience: a climb ends after so many faster schedules in a row that transfers make slower.
+        grades: number of steps in which more and more is moved to the host if all are evaluated.
+        send_rounds: number of times that more is moved because the allocator hands out too much.
+        patience: a climb ends after this many consecutive faster schedules that transfers make
+            slower.
 
     Raises:
-        ArgumentError: ``scale`` or ``forms`` cannot be read, ``generators`` are no names, or
-            another attribute is not such a number as its default. The names themselves are checked
+        ArgumentError: ``scale`` or ``forms`` cannot be read, ``generators`` are not names, or
+            another attribute is not a number like its default. The names of generators are checked
             when the model is compiled.
     """
 
@@ -202,7 +203,7 @@ class Effort:
     def __post_init__(self) -> None:
         number = isinstance(self.scale, (int, float, np.integer, np.floating))
         if not number or isinstance(self.scale, bool) or not float(self.scale) >= 0:
-            must_be = "a number, at least 0, such as 1.0 or math.inf, or a fxremat.Effort"
+            must_be = "a nonnegative number, such as 1.0 or math.inf, or a fxremat.Effort"
             refuse("effort", self.scale, must_be)
         generators = _names(self.generators)
         if not generators:
@@ -218,7 +219,7 @@ class Effort:
 
     @property
     def changed(self) -> dict[str, object]:
-        """The attributes that steer the search and differ from their defaults, by name."""
+        """The attributes that control the search and differ from their defaults, by name."""
         steering = fields(self)[ASKED:]
         values = {each.name: getattr(self, each.name) for each in steering}
         return {
@@ -231,10 +232,10 @@ class Effort:
 
 
 ASKED = 3
-"""Fields of :class:`Effort` that are for users; the others steer the search."""
+"""The number of fields of :class:`Effort` that are for users; the others control the search."""
 
 NONEMPTY = frozenset({"part_shares", "loss_point_shares"})
-"""Sequences of which one number at least is needed."""
+"""Sequences that must have at least one number."""
 
 LEAST = {
     "long_share": 1,
@@ -252,7 +253,7 @@ LEAST = {
     "curve_sizes": 1,
     "region_states": 3,
 }
-"""The least of each number; 0 for all others."""
+"""The minimum of each number; 0 for all others."""
 
 OF_STAGES = frozenset(
     {
@@ -265,7 +266,7 @@ OF_STAGES = frozenset(
         "run_operations",
     }
 )
-"""Fields that decide where a graph is cut: measured costs hold for them."""
+"""Fields that determine the stages of a graph. Measured costs are valid for them."""
 
 
 def _names(value: object) -> tuple[str, ...] | None:
@@ -299,9 +300,9 @@ def _number(name: str, value: object, default: float) -> float:
     kinds = (int, np.integer) if whole else (int, float, np.integer, np.floating)
     if not isinstance(value, kinds) or isinstance(value, bool) or not value >= least:
         kind = "an int" if whole else "a number"
-        refuse(name, value, f"{kind}, at least {least}, such as {default!r}")
+        refuse(name, value, f"{kind} of at least {least}, such as {default!r}")
     return int(value) if whole else float(value)
 
 
 USUAL = Effort()
-"""The default, which options enter the planner with."""
+"""The default effort."""

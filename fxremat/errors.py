@@ -1,8 +1,8 @@
 """Errors raised by fxremat. Each message names the object, the numbers and the remedy.
 
-Two of them refuse what the caller wrote: :class:`BudgetError` a budget, :class:`ArgumentError` any
-other argument, whether its type or its value is wrong. All others report a problem with the model,
-met while it was captured, planned or run.
+Two of them reject arguments of the caller: :class:`BudgetError` a budget, :class:`ArgumentError`
+any other argument with a wrong type or value. All others report a problem with the model that
+occurred while it was captured, planned or run.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class FxrematError(Exception):
 
 
 class BudgetError(FxrematError):
-    """The budget cannot be read, or is below what any schedule needs.
+    """The budget cannot be read, or is below the least feasible budget.
 
     Attributes:
-        least_budget_bytes: the least budget of any schedule, or ``None`` when the budget could not
-            be read at all.
+        least_budget_bytes: the least feasible budget in bytes, or ``None`` if the budget could not
+            be read.
         largest: with symbolic sizes, the largest size of each dimension that fits while all sizes
             that do not depend on it stay as they are. A dimension is named ``args[0].shape[0]``. It
-            is empty where not even the smallest size fits.
+            is empty if not even the smallest size fits.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class BudgetError(FxrematError):
 
 
 class BudgetWarning(UserWarning):
-    """A step exceeded its budget for a reason that could not be known when it was planned."""
+    """A step may exceed its budget, for a reason that was unknown when it was planned."""
 
 
 class GraphBreakWarning(UserWarning):
-    """A model is captured as several graphs, and what runs between them is not planned."""
+    """A model is captured as several graphs, and the code between them is not planned."""
 
 
 class ArgumentError(FxrematError, ValueError, TypeError):
@@ -57,7 +57,7 @@ class ArgumentError(FxrematError, ValueError, TypeError):
 
     Attributes:
         argument: name of the argument.
-        value: value that was given.
+        value: the value that was passed.
     """
 
     def __init__(self, message: str, *, argument: str, value: object) -> None:
@@ -67,29 +67,29 @@ class ArgumentError(FxrematError, ValueError, TypeError):
 
 
 def refuse(argument: str, value: object, must_be: str) -> NoReturn:
-    """Raise an :class:`ArgumentError` that says what an argument must be.
+    """Raise an :class:`ArgumentError` that describes the valid values of an argument.
 
     Args:
         argument: name of the argument.
-        value: value that was given.
+        value: the value that was passed.
         must_be: description of valid values, such as ``"a positive number"``.
     """
-    message = f"{argument} is {_shown.repr(value)}: must be {must_be}"
+    message = f"{argument} must be {must_be}, but got {_shown.repr(value)}"
     raise ArgumentError(message, argument=argument, value=value)
 
 
 class CaptureError(FxrematError):
     """The step could not be captured as one joint graph of forward and backward.
 
-    Either the model breaks the graph, or a CUDA graph is being captured, during which nothing can
-    be measured.
+    Either the model breaks the graph or contains something that cannot be planned, or a CUDA graph
+    is being captured, during which nothing can be measured.
     """
 
 
 class SizesError(CaptureError):
     """A step with symbolic sizes cannot be planned, although one with fixed sizes may be.
 
-    Whoever captured it with symbols may capture each size separately instead.
+    Each size can be captured separately instead.
 
     Attributes:
         found: description of what prevents symbolic sizes.
@@ -100,8 +100,8 @@ class SizesError(CaptureError):
             f"{found}\n"
             + (
                 remedy
-                or "Have each size captured by itself: fxremat.compile(..., dynamic=False), or "
-                "torch.compile(..., dynamic=False) where you call that"
+                or "Capture each size separately: fxremat.compile(..., dynamic=False), or "
+                "torch.compile(..., dynamic=False) if you call that"
             )
         )
         self.found = found
@@ -110,14 +110,14 @@ class SizesError(CaptureError):
 class SampleError(FxrematError):
     """The sample is not a call of the model.
 
-    It is no tensor, tuple, dict or ``Sample``, or its tensors are on another device than the model.
-    Errors that the model raises for a sample, for example about a shape that it does not accept,
-    are passed on unchanged, with a note of the sample's shapes.
+    It is not a tensor, tuple, dict or ``Sample``, or its tensors are on another device than the
+    model. Errors that the model raises for a sample, for example about its shape, are passed on
+    unchanged, with a note of the sample's shapes.
     """
 
 
 class NoGradientError(FxrematError):
-    """There is nothing to train: no parameter or input requires a gradient."""
+    """There is nothing to train, because no parameter or input requires a gradient."""
 
 
 class GraphError(FxrematError):
@@ -125,7 +125,7 @@ class GraphError(FxrematError):
 
 
 class CostError(FxrematError):
-    """An operation could not be run by itself, so its cost is unknown."""
+    """An operation could not be run separately, so its cost is unknown."""
 
 
 class ScheduleError(FxrematError):
@@ -133,11 +133,11 @@ class ScheduleError(FxrematError):
 
 
 class PlanError(FxrematError):
-    """A saved plan cannot be read or written, or is not a plan of the step being compiled.
+    """A saved plan cannot be read or written, or belongs to another step than the compiled one.
 
     Attributes:
         differs: descriptions of the differences between the plan's step and the compiled one; empty
-            where the plan cannot be read.
+            if the plan cannot be read.
     """
 
     def __init__(self, message: str, *, differs: tuple[str, ...] = ()) -> None:
@@ -146,14 +146,16 @@ class PlanError(FxrematError):
 
 
 class BackwardError(FxrematError, RuntimeError):
-    """The backward was asked for something that a planned step cannot give, or its state is stale.
+    """A backward requests something that planned steps do not support, or its saved state is stale.
 
     It is a ``RuntimeError``, like autograd's errors.
     """
 
 
 class HostMemoryError(FxrematError):
-    """Host memory for activations is unavailable: its limit, pinned memory, disk or folder.
+    """Host memory for activations cannot be allocated.
+
+    The cause is its limit, pinned memory, the disk or the folder.
 
     Attributes:
         asked_bytes: number of bytes requested.
@@ -168,7 +170,7 @@ class RankError(FxrematError, RuntimeError):
     """Processes that train one model disagree, or some of them are missing.
 
     Attributes:
-        ranks: the ranks that differ from the first one, or that are missing.
+        ranks: ranks that differ from the first one, or that are missing.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:

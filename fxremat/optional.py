@@ -10,7 +10,8 @@ from types import ModuleType
 _CONSEQUENCES = {
     "ortools": (
         logging.WARNING,
-        "plans have no bound on their time, and a heuristic chooses what large stages keep",
+        "plans have no lower bound on their time, and a heuristic chooses which tensors large "
+        "stages keep",
     ),
     "rich": (logging.INFO, "progress is logged, and tables cannot be printed"),
 }

@@ -182,7 +182,7 @@ def test_a_running_job_goes_on_with_a_warning_whose_number_comes_true() -> None:
     told = [text for text in found if "state of optimizers" in text]
     assert told
     assert f"{__file__}:" in told[0]
-    enough = int(re.findall(r"a budget of (\d+) would do", told[-1])[0])
+    enough = int(re.findall(r"budget of (\d+) suffices", told[-1])[0])
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     again = fxremat.compile(model, X, enough, loss=fxremat.Loss(mse_loss, target=Y))
@@ -417,7 +417,7 @@ def test_the_budget_that_a_warning_names_trains_where_nothing_is_captured():
         return [text for text in texts if f"its budget of {budget}." in text]
 
     x, model = torch.randn(512, 256), Uncaptured()
-    named = int(re.findall(r"budget of (\d+) would do", over(4096)[0])[0])
+    named = int(re.findall(r"budget of (\d+) suffices", over(4096)[0])[0])
     assert not over(named)
     parameter_bytes = sum(p.nbytes for p in model.parameters())
     assert named >= parameter_bytes + 6 * x.nbytes  # counted below torch: 16 bytes more

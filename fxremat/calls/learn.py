@@ -116,7 +116,9 @@ def note_loss_gradient(loop: Loop, graph: Graph, *, is_same: bool) -> None:
     feedback = graph.feedback
     feedback.missed = 0 if is_same else feedback.missed + 1
     if feedback.missed == MOST_MISSED:
-        LOG.info("a loss's gradient differs from step to step: none is computed with it any more")
+        LOG.info(
+            "a loss's gradient differs from step to step: it is no longer computed with the loss"
+        )
         with loop.planning:
             feedback.scale(True)
 
@@ -246,7 +248,7 @@ def learn(
         graph.store.put("correction", graph.correction_key, Correction, cached)
     what = _described(correction, held)
     LOG.info(
-        "a step was watched: %s at its peak of %s planned; %s",
+        "observed a step: %s at its peak, %s planned; %s",
         format_bytes(peak_bytes),
         format_bytes(planned.peak_bytes),
         what,

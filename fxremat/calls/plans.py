@@ -25,7 +25,7 @@ from fxremat.planning.planner import grow_budget, later_plan, shortfall_of
 from fxremat.progress import LOG
 from fxremat.regions.regions import Regions
 from fxremat.report.plan import Plan
-from fxremat.units import format_bytes, format_seconds
+from fxremat.units import format_bytes, format_seconds, plural
 
 RESOLVED = 3
 """Steps, from the second one on, at which a share or ``"min"`` is resolved again."""
@@ -188,9 +188,9 @@ def _warn_of_waiting(loop: Loop, context: StepContext, plan: Plan) -> None:
     if over:
         warn(
             f"this step takes {plan.counted_bytes} bytes, {over} ({format_bytes(over)}) more "
-            f"than its budget of {budget_bytes}: {context.waiting} earlier ones hold "
-            f"{context.waiting_bytes} bytes for their backward, and were planned without "
-            "this one. From now on they leave room for it"
+            f"than its budget of {budget_bytes}: {context.waiting_bytes} bytes are held for the "
+            f"backward of {plural(context.waiting, 'earlier step')}, planned without this one. "
+            "From now on plans leave room for it"
         )
 
 
@@ -322,7 +322,7 @@ def _announce(
     plan = compiled.record
     held = ", ".join(f"{format_bytes(n)} for {what}" for what, n in plan.beside)
     LOG.info(
-        "a new plan: peak %s of %s, %s a step%s",
+        "new plan: peak %s of %s, %s per step%s",
         format_bytes(plan.counted_bytes),
         format_bytes(plan.budget_bytes),
         format_seconds(plan.predicted_s),

@@ -14,29 +14,30 @@ from fxremat.progress import LOG
 _REMEDIES = (
     (
         "RNN, GRU, or LSTM",
-        "nn.RNN, nn.GRU and nn.LSTM are one call of a library, which cannot be cut: write the loop "
-        "over nn.RNNCell, nn.GRUCell or nn.LSTMCell. (Dynamo's allow_rnn crashes the process on a "
+        "nn.RNN, nn.GRU and nn.LSTM are one library call, which cannot be divided. Write the loop "
+        "with nn.RNNCell, nn.GRUCell or nn.LSTMCell. (Dynamo's allow_rnn crashes the process on a "
         "CPU)",
     ),
     (
         "backwards hooks",
-        "a full backward hook of an inner module cannot be captured: register it on the compiled "
-        "model itself, or a hook on a tensor",
+        "A full backward hook of an inner module cannot be captured. Register it on the compiled "
+        "model itself, or register a hook on a tensor",
     ),
     (
         "`lock` context manager",
-        "what a model does under a lock only in its first call is not captured afterwards: call "
-        "the model once before",
+        "If the model takes the lock in its first call only, call the model once before",
     ),
-    ("Data-dependent branching", "let both branches be computed, and torch.where choose"),
+    ("Data-dependent branching", "Compute both branches, and select with torch.where"),
     (
         "data-dependent expression",
-        "a number that is read from a tensor decides what is computed, as a BatchNorm of "
-        "momentum=None does: keep it a tensor, or a plain number",
+        "A number read from a tensor determines what is computed, as in a BatchNorm with "
+        "momentum=None. Keep it a tensor, or use a plain number",
     ),
 )
 
-_DEFAULT_REMEDY = "fxremat plans whole steps: take what breaks the graph out of the forward"
+_DEFAULT_REMEDY = (
+    "Move the code that breaks the graph out of the forward: fxremat plans whole steps"
+)
 
 _EXPLANATION = re.compile(r"^ *Explanation: (.+)$", re.M)
 

@@ -50,14 +50,14 @@ class Sample:
                 return Sample((), {str(name): value for name, value in sample.items()})
         if isinstance(sample, (str, int, float)):
             raise SampleError(
-                f"the sample is {sample!r}, a {type(sample).__name__}, which reads as a budget: "
-                "that comes after the sample, as in fxremat.compile(model, sample, '6 GiB'). "
+                f"the sample is {sample!r}, a {type(sample).__name__}, which looks like a budget. "
+                "Pass the budget after the sample, as in fxremat.compile(model, sample, '6 GiB'). "
                 "Without a sample, compile(model, budget='6 GiB') plans for the first training "
                 "call"
             )
         raise SampleError(
-            f"the sample is a {type(sample).__name__}: give a tensor, a tuple of arguments, "
-            "a dict of keywords, or fxremat.Sample(args, kwargs)"
+            "the sample must be a tensor, a tuple of arguments, a dict of keywords, or "
+            f"fxremat.Sample(args, kwargs), but is a {type(sample).__name__}"
         )
 
     def map(self, change: Callable[[Any], Any]) -> Sample:
@@ -66,7 +66,7 @@ class Sample:
         return Sample(args, kwargs)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor with its place, as ``sample[0]`` or ``sample['x']``."""
+        """Yield each tensor with its place, such as ``sample[0]`` or ``sample['x']``."""
         leaves, _ = pytree.tree_flatten_with_path((self.args, self.kwargs))
         for path, leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -98,14 +98,14 @@ def check_sample(model: nn.Module, sample: Sample) -> None:
     for place, parameter in model.named_parameters():
         if parameter.is_meta and not torch_compat.is_fake(parameter):
             raise SampleError(
-                f"parameter {place} of {name} is on meta, without data, so that nothing can be "
-                "measured or trained: model.to_empty(device='cpu') makes room for its weights. "
-                "fxremat.estimate() takes a model on meta"
+                f"parameter {place} of {name} is on meta, without data, so nothing can be "
+                "measured or trained. Allocate its weights with model.to_empty(device='cpu'), or "
+                "use fxremat.estimate, which accepts a model on meta"
             )
         if parameter.is_inference():
             raise CaptureError(
-                f"parameter {place} of {name} was made in torch.inference_mode(), and autograd "
-                "saves no such tensor for a backward: make the model outside of that, or compile "
+                f"parameter {place} of {name} was created in torch.inference_mode(), so autograd "
+                "cannot save it for a backward. Create the model outside of that mode, or compile "
                 "copy.deepcopy(model)"
             )
     homes = {t.device for t in (*model.parameters(), *model.buffers())}
@@ -115,7 +115,7 @@ def check_sample(model: nn.Module, sample: Sample) -> None:
             if tensor.is_meta:
                 raise SampleError(
                     f"{place} of shape {tuple(tensor.shape)} is on meta, without data, but the "
-                    f"model is on {home}: give torch.zeros_like({place}, device={home!r})"
+                    f"model is on {home}: pass torch.zeros_like({place}, device={home!r})"
                 )
             raise SampleError(
                 f"{place} of shape {tuple(tensor.shape)} is on {tensor.device}, but the model is "
@@ -135,8 +135,8 @@ def check_gradients(model: nn.Module, sample: Sample) -> None:
         count = sum(1 for _ in model.parameters())
         raise NoGradientError(
             f"none of the {count} parameters of {type(model).__name__} and no tensor of the "
-            "sample requires a gradient: there is no backward to plan; call requires_grad_() on "
-            "what trains"
+            "sample requires a gradient, so there is no backward to plan. Call requires_grad_() "
+            "on the parameters to train"
         )
 
 

@@ -117,6 +117,6 @@ class _Unused(torch.autograd.Function):
     def backward(ctx: Any, _gradient: torch.Tensor) -> Any:
         raise BackwardError(
             f"output {ctx.index} of shape {ctx.shape} gets a gradient, but the loss= given to "
-            "compile does not use it, so the step was planned without one: give a loss= that "
+            "compile does not use it, so the step was planned without one: pass a loss= that "
             "uses all outputs that yours does, or none"
         )

@@ -1,4 +1,4 @@
-"""The ``fxremat`` command: estimates a step, plans one, and reports on a saved plan.
+"""The ``fxremat`` command: estimates a step, plans one, and displays a saved plan.
 
 This module does not import torch, which takes seconds to load, so that help appears at once.
 """
@@ -23,17 +23,17 @@ from fxremat.progress import on_terminal, wanted
 FITS, TOO_LARGE, WRONG, FAILED = range(4)
 
 LIBRARY = "transformers"
-"""The module of a source ``transformers:CLASS``, whose models are made of a configuration."""
+"""The module in a source ``transformers:CLASS``, whose models are made from a configuration."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Args:
-        arguments: the arguments of the command line; ``None``: those of this process.
+        arguments: arguments of the command line, by default those of this process.
 
     Returns:
-        0 where the step fits, 1 where it does not, 2 for wrong arguments, 3 where the model failed.
+        0 if the step fits, 1 if it does not, 2 for wrong arguments, 3 if the model failed.
     """
     asked = _parser().parse_args(arguments)
     try:
@@ -96,27 +96,29 @@ def _parser() -> argparse.ArgumentParser:
         description="Make PyTorch training fit in a stated number of bytes.",
         epilog="Exit codes: 0 fits, 1 does not fit, 2 wrong arguments, 3 the model failed.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print it, and exit")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     estimate = commands.add_parser(
-        "estimate", help="estimate a training step on any device, which this machine need not have"
+        "estimate", help="estimate a training step on any device, present or not"
     )
     _add_step(estimate, "estimate")
     estimate.add_argument(
-        "--device", default="cpu", help="name, as H100, or file of a Device (%(default)s)"
+        "--device",
+        default="cpu",
+        help="name of a device, such as H100, or file of a Device (%(default)s)",
     )
     estimate.add_argument("--budget", help=_help(BUDGET.doc))
     estimate.add_argument(
-        "--max-batch", action="store_true", help="the largest batch that fits the budget, too"
+        "--max-batch", action="store_true", help="also find the largest batch that fits the budget"
     )
-    estimate.add_argument("--costs", metavar="PLAN", help="a plan whose measurements are used")
+    estimate.add_argument("--costs", metavar="PLAN", help="file of a plan with measurements to use")
     plan = commands.add_parser("plan", help="plan a training step on this machine")
     _add_step(plan, "plan")
-    plan.add_argument("--device", default="cpu", help="of this machine: cpu or cuda (%(default)s)")
+    plan.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
     plan.add_argument("--budget", required=True, help=_help(BUDGET.doc))
-    plan.add_argument("--save", type=Path, metavar="FILE", help="for compile(plan=FILE)")
+    plan.add_argument("--save", type=Path, metavar="FILE", help="save for compile(plan=FILE)")
     report = commands.add_parser("report", help="print a saved plan")
-    report.add_argument("source", metavar="PLAN", help="a file that Plan.save wrote")
+    report.add_argument("source", metavar="PLAN", help="file that Plan.save wrote")
     _add_output(report)
     return parser
 
@@ -125,19 +127,22 @@ def _add_step(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the arguments that name a step, and the options that a command takes."""
     parser.add_argument(
         "source",
-        help=f"MODULE:FUNCTION, which returns (model, sample), or {LIBRARY}:CLASS with --batch",
+        help=f"MODULE:FUNCTION that returns (model, sample), or {LIBRARY}:CLASS with --batch",
     )
     group = parser.add_argument_group(f"a model of {LIBRARY}")
-    group.add_argument("--config", type=Path, metavar="JSON", help="its configuration")
+    group.add_argument("--config", type=Path, metavar="JSON", help="file of its configuration")
     group.add_argument("--batch", metavar="4x2048", help="shape of its main input")
     group.add_argument(
-        "--dtype", default="float32", help="of its parameters, as bfloat16 or bf16 (%(default)s)"
+        "--dtype",
+        default="float32",
+        help="dtype of its parameters, such as bfloat16 or bf16 (%(default)s)",
     )
     options = parser.add_argument_group("the step")
     options.add_argument(
         "--loss",
         choices=("own", "outside"),
-        help="own: the model returns it; outside: it is made of the outputs (own where it can be)",
+        help="own: the model returns its loss; outside: the loss is computed from the outputs "
+        "(default: own if the model returns one)",
     )
     for field in fields_of(command):
         if field.flag and field.name != "loss":  # of which the command knows more
@@ -152,9 +157,9 @@ def _add_flag(parser: argparse._ActionsContainer, field: Field) -> None:
         parser.add_argument(name, action="store_true", help=_help(field.doc))
         return
     kind = field.kind if field.kind in (int, float) else str
-    told = field.doc if usual is None else f"{field.doc} ({usual})"
+    doc = field.doc if usual is None else f"{field.doc} ({usual})"
     choices = field.choices or None
-    parser.add_argument(name, type=kind, default=usual, choices=choices, help=_help(told))
+    parser.add_argument(name, type=kind, default=usual, choices=choices, help=_help(doc))
 
 
 def _help(text: str) -> str:
@@ -164,5 +169,5 @@ def _help(text: str) -> str:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as an HTML page")
     parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")

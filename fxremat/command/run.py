@@ -88,7 +88,8 @@ def _local_device(written: str) -> torch.device:
         device = torch.device("meta")
     if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
         must_be = (
-            "cpu or cuda, on this machine, as a plan is measured: fxremat estimate takes others"
+            "a device of this machine, cpu or cuda, since plans are measured (fxremat estimate "
+            "accepts others)"
         )
         refuse("--device", written, must_be)
     return device
@@ -151,7 +152,7 @@ def _step_of(asked: argparse.Namespace) -> Step:
     """
     module, _, name = asked.source.partition(":")
     if not (module and name):
-        refuse("the source", asked.source, f"MODULE:FUNCTION or {LIBRARY}:CLASS")
+        refuse("source", asked.source, f"MODULE:FUNCTION or {LIBRARY}:CLASS")
     if os.curdir not in sys.path:
         sys.path.insert(0, os.curdir)  # as python -m does
     try:
@@ -159,16 +160,17 @@ def _step_of(asked: argparse.Namespace) -> Step:
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # the module itself imports a missing one
-        refuse("the source", asked.source, f"a module that can be imported: {error}")
+        refuse("source", asked.source, f"in a module that can be imported ({error})")
     except AttributeError as error:
         if module in sys.modules and not hasattr(sys.modules[module], name):
-            refuse("the source", asked.source, f"a function or class of {module}: {error}")
+            refuse("source", asked.source, f"a function or class of {module} ({error})")
         raise
     if module == LIBRARY:
         return _step(asked, *_from_transformers(source, asked))
     pair = source()
     if not (isinstance(pair, tuple) and len(pair) == 2):
-        refuse("the source", asked.source, f"one that returns a pair, not a {type(pair).__name__}")
+        must_be = f"a function that returns a pair, not a {type(pair).__name__}"
+        refuse("source", asked.source, must_be)
     return _step(asked, *pair)
 
 
@@ -183,21 +185,21 @@ def _step(asked: argparse.Namespace, model: nn.Module, sample: object) -> Step:
 def _from_transformers(cls: Any, asked: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     """Return a model of Transformers, and a batch of its main input and labels."""
     if asked.batch is None:
-        refuse("--batch", None, f"given for {asked.source}, as 4x2048")
+        refuse("--batch", None, f"given for {asked.source}, such as 4x2048")
     try:
         shape = tuple(int(part) for part in asked.batch.lower().split("x"))
     except ValueError:
-        refuse("--batch", asked.batch, "sizes, as in 4x2048")
+        refuse("--batch", asked.batch, "sizes, such as 4x2048")
     dtype = getattr(torch, _SHORT.get(asked.dtype.lower(), asked.dtype), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        refuse("--dtype", asked.dtype, "one as float32 or bfloat16, or as bf16")
+        refuse("--dtype", asked.dtype, "a floating-point dtype, such as float32, bfloat16 or bf16")
     try:
         written = json.loads(asked.config.read_text()) if asked.config else {}
         config = cls.config_class.from_dict(written)
         config.use_cache = False  # of no use in training
         model: nn.Module = cls(config)
     except (AttributeError, OSError, ValueError, TypeError) as error:
-        refuse("--config", asked.config, f"a configuration of {asked.source}: {error}")
+        refuse("--config", asked.config, f"a configuration of {asked.source} ({error})")
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     main = cls.main_input_name

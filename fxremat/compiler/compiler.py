@@ -114,7 +114,7 @@ def _unplanned(
         if not training.regions.several:
             raise error
         training.fixed_sizes = True
-        LOG.info("a graph runs as it is: %s", error)
+        LOG.info("a graph runs unchanged: %s", error)
         return module
     if not training.may_run_unplanned:
         raise error
@@ -335,19 +335,19 @@ def check_backward(
     """
     if torch.is_grad_enabled():  # only with create_graph=True
         raise BackwardError(
-            "the backward of a compiled step was asked for with create_graph=True: its gradients "
-            "cannot be differentiated again. Call backward() without create_graph, or use the "
-            "original model for this step"
+            "the backward of a compiled step was requested with create_graph=True, but its "
+            "gradients cannot be differentiated again. Call backward() without create_graph, or "
+            "use the original model for this step"
         )
     if not settings:
         return
     now = torch_compat.kernel_settings()
     changed = [name for name, value in settings.items() if now[name] != value]
     if changed:
-        listed = ", ".join(f"{name} was {settings[name]}, is {now[name]}" for name in changed)
+        listed = ", ".join(f"{name} was {settings[name]} and is {now[name]}" for name in changed)
         raise BackwardError(
             f"between the forward and the backward of a compiled step settings changed: {listed}. "
-            "What is computed again would not be the same: set them around both"
+            "Recomputed results would not be the same. Set them around both"
         )
 
 

@@ -208,7 +208,7 @@ def trace_only(
         return None
     except Exception as error:
         return error
-    return CaptureError("nothing of it is captured")
+    return CaptureError("no graph was captured")
 
 
 _NAMED_BACKEND = "fxremat.module.backend"
@@ -225,10 +225,10 @@ def _training_of(backend: object) -> Training | None:
 
 def _recompile_limit_error(backend: object, setting: str, limit: int) -> BaseException:
     error = CaptureError(
-        f"this model cannot be captured once more: {setting} is {limit}, counted over all that "
-        "share its code, and torch would run it without a plan. Let what changes from call to "
-        "call be one capture (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors for "
-        "numbers), or raise the limit"
+        f"this model cannot be captured again: {setting} is {limit}, which counts all models that "
+        "share its code, and torch would run it without a plan. Use one capture for values that "
+        "change from call to call (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors "
+        "for numbers), or raise the limit"
     )
     training = _training_of(backend)
     return error if training is None else training.capture_error(error)
@@ -242,8 +242,8 @@ def _runs_unplanned(backend: object, code: CodeType) -> bool:
 def _warn_of_dispatch_mode() -> None:
     line = user_line()
     warn(
-        f"the step{f' at {line}' if line else ''} is called under a TorchDispatchMode, as "
-        "FlopCounterMode, which sees each operation: no plan is followed there, and no budget holds"
+        f"the step{f' at {line}' if line else ''} is called under a TorchDispatchMode such as "
+        "FlopCounterMode, which receives each operation, so no plan is followed and no budget holds"
     )
 
 

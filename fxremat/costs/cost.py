@@ -126,8 +126,8 @@ def _check(costs: RecordedCosts, line: Line) -> None:
     wanted = len(line.stages), len(least_bytes)
     if counts != wanted:
         raise CostError(
-            f"these costs are of {counts[0]} stages and {counts[1]} storages, the graph has "
-            f"{wanted[0]} and {wanted[1]}: they are of another graph, measure this one"
+            f"these costs are for {counts[0]} stages and {counts[1]} storages, but the graph has "
+            f"{wanted[0]} and {wanted[1]}: measure this graph"
         )
     node_count = len(line.joint.module.graph.nodes)
     ran = (*costs.workspace_bytes, *costs.asked)
@@ -147,7 +147,7 @@ def _check(costs: RecordedCosts, line: Line) -> None:
     if not valid:
         raise CostError(
             "these costs name operations or storages that the graph does not have, or sizes below "
-            "those of its trace: they are damaged or of another graph, measure this one"
+            "those of its trace. They are damaged or for another graph: measure this graph"
         )
 
 

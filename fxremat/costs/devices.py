@@ -73,7 +73,7 @@ class Device:
         if self.kind not in ("cpu", "cuda"):
             raise self._refuse("kind", self.kind, "'cpu' or 'cuda'")
         if "float32" not in dict(self.flops_per_s):
-            raise self._refuse("flops_per_s", self.flops_per_s, "pairs, one of them of 'float32'")
+            raise self._refuse("flops_per_s", self.flops_per_s, "pairs with one for 'float32'")
         for name in ("bytes_per_s", "launch_s", "link_bytes_per_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise self._refuse(name, getattr(self, name), "positive")
@@ -86,12 +86,12 @@ class Device:
                 raise self._refuse(name, nbytes, f"at least {least}")
 
     def _refuse(self, name: str, value: object, must_be: str) -> ArgumentError:
-        message = f"{name} of device {self.name!r} is {value!r}: must be {must_be}"
+        message = f"{name} of device {self.name!r} must be {must_be}, but got {value!r}"
         return ArgumentError(message, argument=name, value=value)
 
     @property
     def workspaces_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of the workspaces of the caller's thread and of autograd's thread.
+        """The sizes of the workspaces of the caller's thread and of autograd's thread, in bytes.
 
         They add up to ``library_bytes``.
         """
@@ -102,7 +102,7 @@ class Device:
         """Return the seconds of one floating-point operation of a matrix product.
 
         Args:
-            dtype: dtype of the product, such as ``"bfloat16"``, or ``"tf32"``.
+            dtype: name of the dtype, such as ``"bfloat16"``, or ``"tf32"``.
         """
         rates = dict(self.flops_per_s)
         return 1 / rates.get(dtype, rates["float32"])
@@ -125,7 +125,7 @@ class Device:
         try:
             return decode(Device, unpack(FILE, Path(path).read_bytes()).get("device"))
         except (OSError, FormatError) as error:
-            message = f"no device can be read from {os.fspath(path)}: {error}"
+            message = f"cannot read a device from {os.fspath(path)}: {error}"
             raise ArgumentError(message, argument="device", value=path) from error
 
     @staticmethod
@@ -143,9 +143,7 @@ class Device:
         """
         kind = torch.device(device).type
         if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
-            message = (
-                f"device {str(device)!r} is not on this machine: measure 'cpu' or a CUDA device"
-            )
+            message = f"this machine has no device {str(device)!r}: measure 'cpu' or a CUDA device"
             raise ArgumentError(message, argument="device", value=device)
         with torch_compat.real_execution(), torch.no_grad(), torch.random.fork_rng():
             return _measured(torch.device(device))
@@ -169,8 +167,8 @@ def read_device(written: object) -> Device:
     if isinstance(written, (str, os.PathLike)) and Path(written).is_file():
         return Device.load(written)
     message = (
-        f"device is {written!r}: must be one of {', '.join(DEVICES)}, a fxremat.Device, or the "
-        "path of a file that Device.save wrote"
+        f"device must be one of {', '.join(DEVICES)}, a fxremat.Device, or the path of a file "
+        f"that Device.save wrote, but got {written!r}"
     )
     raise ArgumentError(message, argument="device", value=written)
 

@@ -330,7 +330,7 @@ def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
     except Exception as error:
         target, _args, _kwargs = call_of(node, block.mode_of(node))
         raise CostError(
-            f"operation {node.name} ({target}) of stage {block.stage} cannot be run by itself: "
+            f"operation {node.name} ({target}) of stage {block.stage} cannot be run separately: "
             f"{error}"
         ) from error
 
@@ -377,6 +377,7 @@ def _fresh(
     if len(fresh) > len(traced):
         raise CostError(
             f"operation {node.name} ({node.target}) of stage {block.stage} allocates "
-            f"{len(fresh)} storages where its trace has {len(traced)}: its memory cannot be planned"
+            f"{len(fresh)} storages where its trace has {len(traced)}, so its memory cannot be "
+            "planned"
         )
     return list(fresh.values())

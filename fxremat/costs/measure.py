@@ -55,7 +55,7 @@ def measure_step(
         ValueError: ``repeat`` is less than 1.
     """
     if repeat < 1:
-        raise ValueError(f"repeat is {repeat}, must be at least 1")
+        raise ValueError(f"repeat is {repeat}, but must be at least 1")
     device = device_of(model)
     resident = resident_bytes(model, step)
     peak = peak_of(step, device=device, resident_bytes=resident)

@@ -168,9 +168,9 @@ class Graph:
         )
         if self.has_collectives and peers is None:
             raise CaptureError(
-                "this step waits for other processes, which must follow the same plan: give "
-                "fxremat.compile ranks=fxremat.Ranks() and a sample, and let all sizes be met at "
-                "the first call"
+                "this step waits for other processes, which must follow the same plan. Pass "
+                "fxremat.compile ranks=fxremat.Ranks() and a sample, and use all sizes in the "
+                "first call"
             )
         self.late_bytes = self._more_bytes = 0
         self._variants: list[Variant] = []
@@ -278,7 +278,7 @@ class Graph:
                 return own
         line = self.line(form)
         if way_of(line) == way_of(self.variants[0].blocks.line):
-            raise PlanError(f"this step is not computed in the form {form}: plan again")
+            raise PlanError(f"this step cannot be computed in the form {form}: plan again")
         return self.take(line, form)
 
     def add(

@@ -66,8 +66,8 @@ class Shortfall:
             f"the step{where} takes at least {self.least_bytes} bytes "
             f"({format_bytes(self.least_bytes)}), {over} ({format_bytes(over)}) more than the "
             f"budget of {self.budget_bytes}, because of {what or 'what it holds'}. It runs with "
-            "the plan of least memory until there is room again; a budget of "
-            f"{self.least_bytes} would do, or strict=True to raise instead"
+            f"the plan of least memory until one fits again. A budget of {self.least_bytes} "
+            "suffices; strict=True raises instead"
         )
 
     def warn(self) -> None:
@@ -101,8 +101,8 @@ def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
         f"the step{f' at {line}' if line else ''} was planned as it began, and measuring its "
         f"operations took at least {peak_bytes} bytes ({format_bytes(peak_bytes)}), {over} "
         f"({format_bytes(over)}) more than the budget of {budget_bytes}. Steps that follow the "
-        "same plan measure nothing. To measure before training, give fxremat.compile a sample, and "
-        f"register hooks before that. For sizes that are new, a budget of {peak_bytes} has room"
+        "same plan measure nothing. To measure before training, register hooks and then pass "
+        f"fxremat.compile a sample. For new sizes, a budget of {peak_bytes} suffices"
     )
 
 
@@ -113,8 +113,8 @@ def warn_counted(peak_bytes: int, budget_bytes: int) -> None:
         return
     warn(
         f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its budget of "
-        f"{budget_bytes}, as CUDA's allocator has counted with what other threads took meanwhile. "
-        "The next one is watched"
+        f"{budget_bytes}, as counted by CUDA's allocator, with allocations of other threads. "
+        "The next step will be observed"
     )
 
 

@@ -74,7 +74,7 @@ def results_of(joint: fx.GraphModule, output_count: int) -> tuple[int, ...]:
     places = torch_compat.spread_results(joint, forward_output_count=output_count)
     if places is None:
         raise CaptureError(
-            "an operation has effects that are ordered, such as printing: fxremat plans graphs "
-            "whose operations may run in another order. Take it out of the forward"
+            "an operation has ordered effects, such as printing, but fxremat plans graphs whose "
+            "operations may run in another order. Move it out of the forward"
         )
     return places

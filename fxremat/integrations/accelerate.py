@@ -1,4 +1,4 @@
-"""Accelerate: a ``prepare`` whose model trains within a budget."""
+"""Accelerate: a function ``prepare`` whose model trains within a budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ try:
     from accelerate.utils import DistributedType, DynamoBackend
 except ImportError as error:
     raise ImportError(
-        "fxremat.integrations.accelerate needs Accelerate: pip install 'fxremat[accelerate]'"
+        "fxremat.integrations.accelerate requires Accelerate: pip install 'fxremat[accelerate]'"
     ) from error
 
 _SHARDED = (
@@ -38,20 +38,18 @@ def prepare(
 ) -> Any:
     """Call ``accelerator.prepare(*objects)`` with the model compiled for a budget.
 
-    Gradients that exist before a step are counted (``accumulate``) where the accelerator's
-    ``gradient_accumulation_steps`` are above 1. The state of the optimizer among ``objects`` is
-    counted as well.
+    If ``gradient_accumulation_steps`` of the accelerator is above 1, gradients that exist before a
+    step are counted (``accumulate``). The state of an optimizer among ``objects`` is also counted.
 
     Args:
         accelerator: the accelerator.
-        *objects: one model, and all other arguments of ``accelerator.prepare``, prepared before or
-            not.
+        *objects: one model, and the other arguments of ``accelerator.prepare``, prepared or not.
         budget: the budget of one process, as for :func:`fxremat.compile`.
-        sample: a call of the model; ``None``: the first training call is planned.
+        sample: a call of the model. If ``None``, the first training call is planned.
         **options: options of :func:`fxremat.compile`.
 
     Returns:
-        What ``accelerator.prepare`` returns: all objects in order, or the only one.
+        The result of ``accelerator.prepare``: all objects in order, or the only one.
 
     Raises:
         ArgumentError: ``objects`` do not contain exactly one model, the accelerator compiles or
@@ -62,7 +60,7 @@ def prepare(
     models = [item for item in objects if isinstance(item, nn.Module)]
     if len(models) != 1:
         raise ArgumentError(
-            f"prepare got {len(models)} models, a budget is for one: give the others to "
+            f"prepare got {len(models)} models, but a budget is for one model: pass the others to "
             "accelerator.prepare, or compile each with its own budget",
             argument="objects",
             value=objects,
@@ -93,23 +91,23 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def check_state(state: AcceleratorState) -> None:
-    """Refuse an accelerator that compiles the model itself, or shards it.
+    """Refuse an accelerator that compiles or shards the model itself.
 
     Raises:
-        ArgumentError: the state asks for either.
+        ArgumentError: the accelerator does so.
     """
     backend = state.dynamo_plugin.backend
     if backend != DynamoBackend.NO:
         raise ArgumentError(
-            f"Accelerate compiles the model with dynamo_backend={backend.value}, and fxremat "
-            "does: set that to no",
+            f"Accelerate compiles the model with dynamo_backend={backend.value}, but fxremat "
+            "compiles it itself: set dynamo_backend to no",
             argument="dynamo_backend",
             value=backend.value,
         )
     if state.distributed_type in _SHARDED:
         raise ArgumentError(
-            f"{state.distributed_type.value} shards the model or has a step of its own: "
-            "fxremat plans a whole step of one process, by itself or in DistributedDataParallel",
+            f"{state.distributed_type.value} shards the model or replaces the training step, but "
+            "fxremat plans a whole step of one process, alone or in DistributedDataParallel",
             argument="distributed_type",
             value=state.distributed_type.value,
         )

@@ -31,7 +31,8 @@ def check_options(budget: Readable | None, options: Mapping[str, Any]) -> None:
     """
     if "sample" in options:
         raise ArgumentError(
-            "sample= is not for a callback: it plans for the trainer's first batch, leave it out",
+            "a callback does not take sample=, because it plans for the trainer's first batch: "
+            "omit it",
             argument="sample",
             value=options["sample"],
         )
@@ -74,7 +75,7 @@ class InPlace:
         theirs = before is not None and not isinstance(before, InPlace)
         if theirs or torch_compat.uncompiled(model) is not model:
             raise ArgumentError(
-                f"{type(model).__name__} was compiled by torch: give the model that was compiled",
+                f"{type(model).__name__} was compiled by torch: pass the original model",
                 argument="model",
                 value=model,
             )
@@ -152,9 +153,9 @@ class InPlace:
         """
         name = type(self.model).__name__
         if not self.compiled.plans:
-            why = f"a step was trained without a call of {name} in training mode"
+            why = f"a training step did not call {name} in training mode"
         elif self._bypassed and not self._called:
-            why = f"the forward of {name} was replaced while it trains"
+            why = f"the forward of {name} was replaced during training"
             remedy = "replace it before training begins"
         else:
             return

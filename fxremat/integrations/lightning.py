@@ -1,4 +1,4 @@
-"""Lightning: a callback that makes a ``Trainer`` fit a model within a budget."""
+"""Lightning: a callback with which a ``Trainer`` trains a module within a budget."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ try:
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 except ImportError as error:
     raise ImportError(
-        "fxremat.integrations.lightning needs Lightning: pip install 'fxremat[lightning]'"
+        "fxremat.integrations.lightning requires Lightning: pip install 'fxremat[lightning]'"
     ) from error
 
 
 class FxrematCallback(Callback):  # type: ignore[misc]
     """A callback that plans a module: ``Trainer(callbacks=[FxrematCallback("20 GiB")])``.
 
-    During a ``fit``, calls of the module run as planned; the plan is made at the first training
-    call, for its batch. The state of the trainer's optimizer is counted if it has exactly one, and
-    with ``accumulate_grad_batches`` so are gradients that exist before a step.
+    During a ``fit``, calls of the module run as planned. The plan is made in the first training
+    call, for its batch. The state of the trainer's optimizer is counted if there is exactly one.
+    With ``accumulate_grad_batches``, gradients that exist before a step are counted as well.
 
     The trainer's loggers receive ``fxremat/budget_bytes``, ``fxremat/predicted_peak_bytes`` and, on
-    CUDA, ``fxremat/measured_peak_bytes`` whenever one of them changes. The latter is the largest
-    number of bytes allocated in any forward and backward so far; torch's counter of the peak is
-    reset at each batch.
+    CUDA, ``fxremat/measured_peak_bytes`` whenever one of them changes. The latter is the maximum
+    number of bytes allocated in any forward and backward so far. torch's peak statistics are reset
+    at each batch.
 
     Args:
         budget: the budget of one process, as for :func:`fxremat.compile`.
-        module: the dotted name of the submodule to plan, such as ``"net"``, where
-            ``training_step`` calls that; ``None``: the ``LightningModule``, whose ``training_step``
-            then calls ``self(…)``.
+        module: the dotted name of the submodule to plan, such as ``"net"``, if ``training_step``
+            calls that. ``None`` plans the ``LightningModule``, whose ``training_step`` must then
+            call ``self(…)``.
         **options: options of :func:`fxremat.compile`.
 
     Raises:
@@ -66,14 +66,15 @@ class FxrematCallback(Callback):  # type: ignore[misc]
         strategy = trainer.strategy
         if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
             raise ArgumentError(
-                f"strategy {type(strategy).__name__} shards the module or has a step of its own: "
-                "fxremat plans a whole step of one process, use 'auto' on one device, or 'ddp'",
+                f"strategy {type(strategy).__name__} shards the module or replaces the training "
+                "step, but fxremat plans a whole step of one process: use 'auto' on one device, or "
+                "'ddp'",
                 argument="strategy",
                 value=strategy,
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run the module as planned from now on: it is complete, and the optimizers exist."""
+        """Run the module as planned from now on. It is complete, and the optimizers exist."""
         options: dict[str, Any] = {"accumulate": trainer.accumulate_grad_batches > 1}
         if len(trainer.optimizers) == 1:
             options["optimizer"] = trainer.optimizers[0]
@@ -95,7 +96,8 @@ class FxrematCallback(Callback):  # type: ignore[misc]
         if self._fitting is None:
             return
         self._fitting.check_planned(
-            "give module= the name of what training_step calls, or put it into training mode"
+            "pass the name of the submodule that training_step calls as module=, or put it into "
+            "training mode"
         )
         facts = self._fitting.facts()
         if facts != self._logged:
@@ -126,7 +128,7 @@ class FxrematCallback(Callback):  # type: ignore[misc]
             names = ", ".join(name for name, _child in pl_module.named_children())
             raise ArgumentError(
                 f"module is {self._module!r}, but {type(pl_module).__name__} has no such "
-                f"submodule: it has {names or 'none'}",
+                f"submodule; its submodules are {names or 'none'}",
                 argument="module",
                 value=self._module,
             ) from error

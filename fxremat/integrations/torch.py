@@ -1,4 +1,4 @@
-"""The partitioner of torch.compile, with measured costs and an exact choice."""
+"""The partitioner of torch.compile with measured costs and an exact choice."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ def activation_memory_budget(share: float) -> Iterator[None]:
     """Return a context in which ``torch.compile`` saves a share of its activations.
 
     It replaces torch's setting ``activation_memory_budget`` for everything that is compiled in the
-    context, usually in the first call of a model, which has to be inside as well. The operations of
-    the forward are measured. Of the results that torch may save or recompute, those are saved
-    with which the recomputation of all others takes the least time. Random results are always
-    saved.
+    context, which is usually in a model's first call. The operations of the forward are measured.
+    Of the results that torch may save or recompute, it saves those that minimize the time of
+    recomputing the others. Random results are always saved.
 
-    The share is one of the bytes saved between forward and backward. It does not bound the peak: a
+    The share applies to the bytes saved between forward and backward. It does not bound the peak: a
     smaller share may take more memory. For a peak in bytes, see :func:`fxremat.compile`.
 
     Args:
@@ -41,16 +40,16 @@ def activation_memory_budget(share: float) -> Iterator[None]:
 
     Raises:
         ArgumentError: ``share`` is not a number in (0, 1].
-        CostError: an operation of a compiled model cannot be run by itself.
-        FxrematError: this version of torch does not allow another partitioner.
+        CostError: an operation of a compiled model cannot be run separately.
+        FxrematError: this version of torch does not support another partitioner.
     """
     given: object = share
     if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 1:
-        refuse("share", share, "a number in (0, 1]: 0 would draw dropout's masks again")
+        refuse("share", share, "a number in (0, 1], since 0 would draw dropout masks again")
     if not torch_compat.has_partitioner_hooks():
         raise FxrematError(
-            f"torch {torch.__version__} does not allow others to choose what its partitioner "
-            "saves: use torch 2.13, or fxremat.compile with a budget in bytes"
+            f"torch {torch.__version__} does not support other partitioners: use torch 2.13, or "
+            "fxremat.compile with a budget in bytes"
         )
     cache = CostCache()
 

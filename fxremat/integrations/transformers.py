@@ -1,4 +1,4 @@
-"""Transformers: a callback that makes a ``Trainer`` train within a budget."""
+"""Transformers: a callback with which a ``Trainer`` trains a model within a budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ try:
     from transformers import TrainerCallback
 except ImportError as error:
     raise ImportError(
-        "fxremat.integrations.transformers needs Transformers and Accelerate: "
+        "fxremat.integrations.transformers requires Transformers and Accelerate: "
         "pip install 'fxremat[transformers]'"
     ) from error
 
@@ -28,20 +28,21 @@ from fxremat.integrations.accelerate import check_state, unwrapped
 class FxrematCallback(TrainerCallback):  # type: ignore[misc]
     """A callback that plans a model: ``Trainer(model, …, callbacks=[FxrematCallback("20 GiB")])``.
 
-    From the begin of a training to its end, calls of the model run as planned; the plan is made at
-    the first call, for the batch as the trainer collates it. The state of the trainer's optimizer
-    is counted, and with ``gradient_accumulation_steps`` so are gradients that exist before a step.
+    From the beginning of training to its end, calls of the model run as planned. The plan is made
+    in the first call, for the batch that the trainer collates. The state of the trainer's optimizer
+    is counted. With ``gradient_accumulation_steps``, gradients that exist before a step are counted
+    as well.
 
     Log entries with a loss also have ``budget_bytes``, ``predicted_peak_bytes`` and, on CUDA,
-    ``measured_peak_bytes``: the largest number of bytes allocated in any forward and backward so
-    far, for which torch's counter of the peak is reset at each step. Reporters that the trainer
-    adds for ``report_to`` run before callbacks, and do not receive them.
+    ``measured_peak_bytes``: the maximum number of bytes allocated in any forward and backward so
+    far. torch's peak statistics are reset at each step. Reporters that the trainer adds for
+    ``report_to`` run before callbacks, and do not receive these values.
 
     Args:
         budget: the budget of one process, as for :func:`fxremat.compile`.
         **options: options of :func:`fxremat.compile`. With a large vocabulary ``loss="own"`` saves
-            the gradient of the logits, unless the trainer computes a loss of them itself, as for
-            label smoothing.
+            the gradient of the logits, unless the trainer computes a loss from them itself, for
+            example with label smoothing.
 
     Raises:
         BudgetError, ArgumentError: the budget or an option cannot be read.
@@ -55,14 +56,14 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FxrematCallback:
-        """Return a callback from a section of a configuration file.
+        """Return a callback configured by a section of a configuration file.
 
         Args:
-            values: values by the names of the attributes of :class:`fxremat.Options`; ``budget``
-                is required.
+            values: values by the names of the attributes of :class:`fxremat.Options`; ``budget`` is
+                required.
 
         Raises:
-            BudgetError, ArgumentError: a name is no such attribute, or a value cannot be read.
+            BudgetError, ArgumentError: a name is not an attribute, or a value cannot be read.
         """
         return cls(**Options.from_dict(values).arguments())
 
@@ -106,7 +107,7 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
         """Measure the step, and check that it ran as planned."""
         if self._training is not None:
             self._training.end_step()
-            self._training.check_planned("let compute_loss call the model itself")
+            self._training.check_planned("call the model in compute_loss")
 
     def on_log(
         self, _args: Any, state: Any, _control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -135,7 +136,7 @@ def _check(args: Any) -> None:
     if getattr(args, checkpointing):
         _refuse(checkpointing, True, f"{checkpointing}=False")
     if args.n_gpu > 1:
-        _refuse("n_gpu", args.n_gpu, "one process a device (torchrun), not DataParallel")
+        _refuse("n_gpu", args.n_gpu, "one process per device (torchrun), not DataParallel")
     check_state(AcceleratorState())
 
 
@@ -147,7 +148,7 @@ def _checkpointing(args: Any) -> str:
 
 def _refuse(argument: str, value: object, remedy: str) -> None:
     raise ArgumentError(
-        f"{argument}={value} does not go with FxrematCallback, which plans what is recomputed in "
+        f"{argument}={value} cannot be combined with FxrematCallback, which plans recomputation in "
         f"the whole step: use {remedy}",
         argument=argument,
         value=value,

@@ -44,8 +44,8 @@ class Comparison:
         if self._measured == MOST_MEASURED:
             warn(
                 f"verify_every={self.every} has compared nothing in {MOST_MEASURED} steps in which "
-                "it was due: these were measured for later plans, as their sizes differ and come "
-                "near the budget. A larger budget measures fewer steps"
+                "it was due, because these were measured for later plans: their sizes differ and "
+                "come near the budget. With a larger budget fewer steps are measured"
             )
         return not measured
 
@@ -86,11 +86,11 @@ class Comparison:
             if not same:
                 refuse(run)
                 warn(
-                    f"{run} ({', '.join(run.operations)}) gave other bits in parts than at once in "
-                    "a training step. That step has the bits of the operations at once; earlier "
-                    "ones may differ by rounding. Later plans do without this run, so they may "
-                    "take more memory or time. Please report this; "
-                    "effort=fxremat.Effort(forms=('norms',)) rules such runs out"
+                    f"{run} ({', '.join(run.operations)}) gave other bits in parts than as a whole "
+                    "in a training step. That step uses the bits of the whole; earlier steps may "
+                    "differ by rounding. Later plans do not use this run, so they may take more "
+                    "memory or time. Please report this; effort=fxremat.Effort(forms=('norms',)) "
+                    "disables parts"
                 )
 
         self._next = run
@@ -103,9 +103,9 @@ class Comparison:
         self._has_warned = True
         more = least_bytes - room_bytes
         warn(
-            f"verify_every={self.every} compares nothing in this step: the smallest of its runs in "
-            f"parts takes {least_bytes} bytes at once, and the budget leaves {room_bytes} above "
-            f"the plan's peak. A plan like this one needs {more} bytes ({format_bytes(more)}) more"
+            f"verify_every={self.every} compares nothing in this step: its smallest run in parts "
+            f"takes {least_bytes} bytes as a whole, but the budget leaves {room_bytes} above the "
+            f"plan's peak. Comparing needs {more} bytes ({format_bytes(more)}) more budget"
         )
 
 

@@ -115,9 +115,9 @@ def check_optimizers(
             name = type(optimizer).__name__
             raise ArgumentError(
                 f"optimizer is a {name} of {len(stepped)} parameters, none of which is one of the "
-                f"{len(own)} of {type(model).__name__}: make it of model.parameters(), after what "
-                f"replaces them, give its class, optimizer=torch.optim.{name}, or the bytes of its "
-                "state as reserve=",
+                f"{len(own)} of {type(model).__name__}. Create it from model.parameters() after "
+                f"anything that replaces them, pass its class, optimizer=torch.optim.{name}, or "
+                "pass the bytes of its state as reserve=",
                 argument="optimizer",
                 value=optimizer,
             )
@@ -206,7 +206,7 @@ def _sizes_for(
 
 def _refused(optimizer: object, why: str) -> ArgumentError:
     return ArgumentError(
-        f"{why}: give the bytes of its state as reserve= instead of optimizer=",
+        f"{why}: pass the bytes of its state as reserve= instead of optimizer=",
         argument="optimizer",
         value=optimizer,
     )

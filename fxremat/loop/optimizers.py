@@ -182,8 +182,8 @@ class Optimizers:
             warn(
                 f"a step of {type(optimizer).__name__} allocates {temporary_bytes} bytes "
                 f"({format_bytes(temporary_bytes)}) while {held} are held for parameters, "
-                f"gradients and state: more than the budget of {budget}, whatever the plan. Give "
-                f"at least {held + temporary_bytes}{other}"
+                f"gradients and state. With any plan that is more than the budget of {budget}. "
+                f"Give at least {held + temporary_bytes}{other}"
             )
 
     def _steps_model(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -105,17 +105,15 @@ class Outside:
         if not self.nbytes or not over or (budget.is_relative and self._has_warned):
             return
         self._has_warned = True
-        remedy = f"reserve={reserve_bytes + self.nbytes} sets them aside"
+        remedy = f"Pass reserve={reserve_bytes + self.nbytes} to set them aside"
         if not budget.is_relative:
-            remedy += (
-                f", and a budget of {budget_bytes + self.nbytes} then leaves the plan as it is"
-            )
+            remedy += f", with a budget of {budget_bytes + self.nbytes} to keep the plan unchanged"
         warn(
             f"this step {'takes' if planned else 'took'} {peak_bytes} bytes, and the loop held "
             f"{self.nbytes} bytes ({format_bytes(self.nbytes)}) outside the model, allocated since "
-            "that was compiled (targets, batches, copies of weights): together "
-            f"{over} ({format_bytes(over)}) more than the budget of {budget_bytes}. {remedy}; "
-            "loss=fxremat.Loss(function, target=) counts the target of a loss"
+            "it was compiled (targets, batches, copies of weights): together "
+            f"{over} ({format_bytes(over)}) more than the budget of {budget_bytes}. {remedy}. "
+            "loss=fxremat.Loss(function, target=...) counts the target of a loss"
         )
 
 

@@ -1,4 +1,4 @@
-"""The backend of ``torch.compile``, and the plan of what was compiled with it."""
+"""The backend of ``torch.compile``, and the plans of models compiled with it."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ def backend(
     options: dict[str, Any] | None = None,
     **_kwargs: Any,
 ) -> Callable[..., Any]:
-    """``torch.compile(model, backend="fxremat", options={"budget": "6 GiB"})``.
+    """Plan a graph for ``torch.compile(model, backend="fxremat", options={"budget": "6 GiB"})``.
 
-    Each graph that Dynamo captures is planned at its first call. Where a model is captured in
-    several, they share the budget as those of :func:`fxremat.compile` do; what runs before the
-    first of them is not counted. One ``options`` is one budget.
+    Each graph that Dynamo captures is planned at its first call. If a model is captured as several
+    graphs, they share the budget as those of :func:`fxremat.compile` do; code that runs before the
+    first graph is not counted. All models that are compiled with one ``options`` share one budget.
 
     Args:
         module: the graph that Dynamo captured.
         example_inputs: its inputs.
-        options: ``budget``, and the options of :func:`fxremat.compile`, as it takes them or as
-            plain values, except for ``dynamic``, ``plan``, ``regions`` and ``ranks``. An
-            ``optimizer`` must be an object, not a class. ``loss`` is called with the tensor that
-            the model returns, or with a tuple of all tensors in what it returns. Without
-            ``executor``, kernels on a GPU are Inductor's, as those of ``torch.compile`` are, and
-            elsewhere eager's.
+        options: ``budget``, and the options of :func:`fxremat.compile` except ``dynamic``,
+            ``plan``, ``regions`` and ``ranks``, with the same or plain values. An ``optimizer``
+            must be an object, not a class. ``loss`` is called with the tensor that the model
+            returns, or with a tuple of all tensors in its outputs. ``executor`` is by default
+            ``"inductor"`` on a GPU, as for ``torch.compile``, and ``"eager"`` elsewhere.
+
+    Returns:
+        A function that runs the graph as planned.
 
     Raises:
-        BudgetError: no budget, or one that cannot be read or met.
-        ArgumentError: an option that does not exist, or cannot be read.
+        BudgetError: the budget is missing, cannot be read, or is below the least feasible one.
+        ArgumentError: an option does not exist, or cannot be read.
     """
     try:
         training = _trainings.get(id(options))
@@ -75,16 +77,16 @@ def plan_of(compiled: object) -> Plan | StepPlan:
     """Return the plan that the latest step of a compiled model or function followed.
 
     Args:
-        compiled: what ``torch.compile(…, backend="fxremat", options=…)`` returned, a module whose
-            ``compile(backend="fxremat", options=…)`` was called, or what :func:`fxremat.compile`
-            returned. Everything that was compiled with one ``options`` shares one plan.
+        compiled: the result of ``torch.compile(…, backend="fxremat", options=…)`` or of
+            :func:`fxremat.compile`, or a module whose ``compile(backend="fxremat", options=…)`` was
+            called. All models and functions compiled with one ``options`` share one plan.
 
     Returns:
-        The plan, which is a ``StepPlan`` where the step runs several graphs.
+        The plan, which is a ``StepPlan`` if the step runs several graphs.
 
     Raises:
         ArgumentError: ``compiled`` was not compiled with this backend.
-        PlanError: no step of it was planned so far.
+        PlanError: no step of it has been planned yet.
     """
     if isinstance(compiled, CompiledModule):
         return compiled.plan
@@ -92,13 +94,13 @@ def plan_of(compiled: object) -> Plan | StepPlan:
     if options is None:
         raise ArgumentError(
             f"compiled is a {type(compiled).__name__} that was not compiled with "
-            'backend="fxremat": give what torch.compile or fxremat.compile returned',
+            'backend="fxremat": pass the result of torch.compile or fxremat.compile',
             argument="compiled",
             value=compiled,
         )
     training = _trainings.get(id(options))
     if training is None:
-        raise PlanError("no step is planned yet: the first training call is")
+        raise PlanError("no step is planned yet: run a training step first")
     named = compiled.named_parameters() if isinstance(compiled, nn.Module) else ()
     return latest_plan(training, lambda: {id(own): name for name, own in named})
 
@@ -121,8 +123,8 @@ def _training_of(module: fx.GraphModule, asked: Arguments) -> Training:
     classes = [own for own in asked.optimizers if isinstance(own, type)]
     if classes:
         raise ArgumentError(
-            "optimizer is a class, and torch.compile passes no parameters to its backend: make the "
-            "optimizer first and give that",
+            "optimizer is a class, but torch.compile passes no parameters to its backend: create "
+            "the optimizer first and pass it",
             argument="optimizer",
             value=classes[0],
         )
@@ -146,9 +148,9 @@ def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None
             raise
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ArgumentError(
-            f"loss= fails ({error}): torch.compile passes no structure to its backend, so it is "
-            f"given the tensors that the model returns, here {shapes}. Let it take those, or use "
-            "fxremat.compile, whose loss= takes what the model returns",
+            f"loss= failed ({error}). torch.compile passes no structure to its backend, so the "
+            f"loss is called with the tensors of the model's outputs, here {shapes}. Change it to "
+            "accept these, or use fxremat.compile, whose loss= is called with the outputs",
             argument="loss",
             value=asked.loss,
         ) from error

@@ -1,4 +1,4 @@
-"""The module that ``fxremat.compile`` returns: the user's model, but for its training forward."""
+"""The module that ``fxremat.compile`` returns: the user's model with a planned training forward."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class CompiledModule(nn.Module):
     eval mode and without gradients it is the model's. Hooks of the model run before and after it.
 
     Attributes:
-        plan: the plan of the step that ran last, or of the sample before any step; a plan of all
-            graphs where the model is captured in several.
-        plans: one plan for each step context that was met so far, in order.
+        plan: the plan of the latest step, or of the sample before any step: a ``StepPlan`` if the
+            model is captured as several graphs.
+        plans: one plan for each step context so far, in order.
     """
 
     __slots__ = ("_state",)
@@ -49,11 +49,11 @@ class CompiledModule(nn.Module):
 
     @property
     def plan(self) -> Plan | StepPlan:
-        """The plan of the step that ran last: a ``StepPlan`` where it runs several graphs.
+        """The plan of the latest step, which is a ``StepPlan`` if it runs several graphs.
 
         Raises:
-            PlanError: no step was planned so far, or, of several graphs, the step followed no
-                plans that were chosen together.
+            PlanError: no step has been planned yet, or the plans of the step's graphs were not
+                chosen together.
         """
         return latest_plan(self._training, self._parameter_names)
 
@@ -63,7 +63,7 @@ class CompiledModule(nn.Module):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """One plan for each step context that was met so far, in order."""
+        """One plan for each step context so far, in order."""
         if self._state.runner is None:
             return ()
         return tuple({id(plan): plan for plan in self._training.records()}.values())
@@ -79,20 +79,23 @@ class CompiledModule(nn.Module):
         return self.plan.backward_code
 
     def trace_step(self, step: Callable[[], object]) -> StepTrace:
-        """Run ``step`` once and time every call and every transfer of it.
+        """Run ``step`` once, and measure the time of each call and each transfer.
 
         Args:
-            step: runs one forward and one backward of this module.
+            step: a function that runs one forward and one backward of this module.
+
+        Returns:
+            The predicted and the measured timeline.
 
         Raises:
-            PlanError: no step was planned so far, or the step runs several graphs.
-            ValueError: it ran the forward or the backward more or less than once.
+            PlanError: no step has been planned yet, or the step runs several graphs.
+            ValueError: ``step`` did not run exactly one forward and one backward.
         """
         training = self._training
         if training.regions.several:
             raise PlanError(
-                f"{type(self).__name__} is captured in several graphs, and trace_step times the "
-                "calls of one. Use plan.save_trace(path) for what is predicted, or torch.profiler"
+                f"{type(self).__name__} is captured as several graphs, but trace_step times the "
+                "calls of one. Use plan.save_trace(path) for the prediction, or torch.profiler"
             )
         return trace_step(step, training=training, device=training.loop.device)
 
@@ -101,15 +104,15 @@ class CompiledModule(nn.Module):
         runner = self._state.runner
         if runner is None:
             raise PlanError(
-                f"no step of {type(self).__name__} is planned yet: the first training call is, or "
-                "give a sample to compile"
+                f"no step of {type(self).__name__} is planned yet: run a training step, or pass a "
+                "sample to fxremat.compile"
             )
         return runner.training
 
     def _replicate_for_data_parallel(self) -> Any:
         raise TypeError(
             f"{type(self).__name__} is compiled and cannot be replicated by DataParallel: "
-            "use DistributedDataParallel, one process a device"
+            "use DistributedDataParallel with one process per device"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
@@ -142,10 +145,10 @@ def _unsaved_loss(model: nn.Module) -> str:
     """Return the warning that a pickled module loses a loss that was never measured."""
     name = type(model).__name__
     return (
-        f"{name} is saved before its first training step, and without loss=, which may be of any "
-        "kind: what the loss takes is not measured yet, and the loaded module plans as if no loss "
-        "had been given. Save after a step, give compile a sample, or pass the loaded module to "
-        "fxremat.compile with loss="
+        f"{name} is saved before its first training step. Its loss= is not saved and its memory is "
+        "not measured yet, so the loaded module is planned as if no loss had been given. Save "
+        "after a step, pass a sample to fxremat.compile, or compile the loaded module again with "
+        "loss="
     )
 
 
@@ -163,9 +166,9 @@ def compile_module(model: nn.Module, options: Arguments, sample: Sample | None) 
     module = _wrapped(model, options)
     if sample is not None and torch_compat.is_uninitialized(model):
         warn(
-            f"{type(model).__name__} has parameters that its first call makes: the sample is not "
-            "looked at, the first training call is planned, and the budget is not compared with "
-            "anything before. Call the model once before fxremat.compile to have it planned there"
+            f"{type(model).__name__} has parameters that its first call creates. The sample is "
+            "ignored, and the budget is checked in the first training call. To plan in "
+            "fxremat.compile, call the model once before it"
         )
     elif sample is not None:
         # The caller may be in inference mode; planning differentiates.

@@ -100,19 +100,19 @@ def _warn_of_eval(state: ModuleState) -> None:
         return
     state.warned.add(_EVAL)
     warn(
-        f"{type(state.original).__name__} is called {_EVAL}: no plan is "
-        "followed, and no budget holds. Call train() to train it, or use torch.no_grad()"
+        f"{type(state.original).__name__} is called {_EVAL}, so no plan is "
+        "followed and no budget holds. Call train() to train it, or use torch.no_grad()"
     )
 
 
 def _obstacle_to_planning(state: ModuleState) -> str:
     """Return the circumstances of this call under which nothing can be planned, or ``""``."""
     if torch_compat.in_transform():
-        return "inside a transform of torch.func, as torch.func.grad or vmap"
+        return "inside a transform of torch.func, such as torch.func.grad or vmap"
     if torch_compat.in_dispatch_mode():
-        return "under a TorchDispatchMode, as FlopCounterMode, which sees each operation"
+        return "under a TorchDispatchMode such as FlopCounterMode, which receives each operation"
     if torch_compat.runs_eagerly(captured=state.runner is not None):
-        return "under a stance of torch.compiler that has it run eagerly"
+        return "under a stance of torch.compiler that makes it run eagerly"
     return ""
 
 
@@ -123,7 +123,7 @@ def _call_original(
     if obstacle not in state.warned:
         state.warned.add(obstacle)
         warn(
-            f"{type(state.original).__name__} is called {obstacle}: no plan is followed there, and "
-            "no budget holds"
+            f"{type(state.original).__name__} is called {obstacle}, so no plan is followed and no "
+            "budget holds"
         )
     return state.original.forward(*args, **kwargs)

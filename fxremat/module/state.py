@@ -144,7 +144,7 @@ def _start_whole(state: ModuleState, before: Runner, call: Sample) -> Runner | N
         if runner.training.detaches_more_than(before.training):
             runner = start(state, call, hooked=False, detaches=False)
     except FxrematError as error:  # the pieces keep to the budget, or raise an error of their own
-        LOG.info("the model stays in pieces: %s", error)
+        LOG.info("the model is still captured as several graphs: %s", error)
         return None
     return None if runner.training.regions.several else runner
 

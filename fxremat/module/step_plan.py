@@ -135,18 +135,18 @@ def _why_no_plan(regions: Regions) -> str:
     told = regions.warnings
     why = next(iter(told.breaks or ()), "") or _shortened(told.why)
     if told.breaks is None:
-        why = why or "as regions= asks for"
-    pieces = f"the model is captured in pieces{f' ({why})' if why else ''}"
+        why = why or "as regions= requests"
+    pieces = f"the model is captured as several graphs{f' ({why})' if why else ''}"
     planned = (
-        "a step is planned from the third one on at the earliest: the first is captured, the "
-        "second is watched"
+        "the first step is captured and the second is observed, so that plans are chosen together "
+        "from the third step on"
     )
     if not regions.steps:
-        return f"{pieces}, and no training step has run: {planned}. Run three first"
+        return f"{pieces}, and no training step has run: {planned}. Run three steps first"
     return (
-        f"{pieces}, and the last of the {regions.steps} training steps so far followed plans that "
-        f"leave the least memory, each chosen by itself: {planned}, and so it is where calls or "
-        "sizes are new. Run further steps, or see the regions' own plans in .plans"
+        f"{pieces}, and the last of the {regions.steps} training steps so far followed plans of "
+        f"least memory, each chosen separately: {planned}. The same applies to new calls or sizes. "
+        "Run further steps, or see the plans of the regions in .plans"
     )
 
 

@@ -43,9 +43,9 @@ def trace_step(
     wanted = sum(not isinstance(e.op, Copy) for e in predicted.events)
     if len(runs) != wanted or len(copies) != len(predicted.events) - wanted:
         raise ValueError(
-            f"the step made {len(runs)} calls and {len(copies)} transfers, its plan has {wanted} "
-            f"and {len(predicted.events) - wanted}: trace one forward and backward of the shapes "
-            "that ran last, without accumulation"
+            f"the step made {len(runs)} calls and {len(copies)} transfers, but its plan has "
+            f"{wanted} and {len(predicted.events) - wanted}: trace one forward and one backward of "
+            "the latest shapes, without accumulation"
         )
     return StepTrace(predicted, Timeline(tuple(_measured(predicted, runs, copies))))
 

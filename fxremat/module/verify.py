@@ -51,14 +51,14 @@ def check_solver_usable(offload: object) -> None:
     """
     if offload:
         raise ArgumentError(
-            f"offload is {offload!r} with check=True: must be False, since CP-SAT models only "
-            "schedules that recompute. Leave one of them out",
+            f"offload is {offload!r}, but must be False with check=True, since CP-SAT models only "
+            "schedules that recompute. Omit one of them",
             argument="offload",
             value=offload,
         )
     if find("ortools.sat.python.cp_model") is None:
         raise ArgumentError(
-            "check is True, but ortools, which has CP-SAT, cannot be imported: pip install ortools",
+            "check=True requires ortools for CP-SAT: pip install ortools",
             argument="check",
             value=True,
         )
@@ -72,19 +72,19 @@ def cross_checked(plan: Plan) -> Plan:
 def _cross_check(plan: Plan) -> CrossCheck:
     count = len(plan.chain)
     if plan.branch_ends:
-        return CrossCheck(plan.predicted_s, why_not="too large for it, being a join of branches")
+        return CrossCheck(plan.predicted_s, why_not="it does not support joins of branches")
     if count > MOST_STAGES:
-        why = f"too large for it, being of {count} stages, more than {MOST_STAGES}"
+        why = f"the chain has {count} stages, more than {MOST_STAGES}"
         return CrossCheck(plan.predicted_s, why_not=why)
     problem = Problem(plan.chain, plan.costs, plan.budget_bytes)
     result = solve("cpsat", problem, time_limit_s=TIME_LIMIT_S)
     if isinstance(result, Infeasible):
         least = format_bytes(result.least_budget_bytes)
-        why = f"no schedule of whole stages fits, which take {least} at the least"
+        why = f"no schedule of whole stages fits; the lowest one takes {least}"
         return CrossCheck(plan.predicted_s, proven=True, why_not=why)
     best = result if isinstance(result, Solved) else result.incumbent
     if best is None:
-        return CrossCheck(plan.predicted_s, why_not=f"it found none in {TIME_LIMIT_S:.0f} s")
+        return CrossCheck(plan.predicted_s, why_not=f"no schedule found in {TIME_LIMIT_S:.0f} s")
     return CrossCheck(plan.predicted_s, best.makespan_s, proven=isinstance(result, Solved))
 
 
@@ -123,8 +123,8 @@ def check_device_present() -> None:
     """
     if not torch.cuda.is_available():
         raise ArgumentError(
-            "verify=True runs the step on a CUDA device, or on what stands in for one, and there "
-            "is none: leave it out",
+            "verify=True runs the step on a CUDA device or on a stand-in for one, but there is "
+            "none: omit it",
             argument="verify",
             value=True,
         )

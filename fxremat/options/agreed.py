@@ -48,7 +48,7 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
     node = platform.node()
     own = _Asked(repr(budget.written), budget.nbytes, budget.share, tuple(options), (node,))
     budgets: Budgets = asked.ranks.budgets if asked.ranks else "same"
-    found = peers.agree("what is asked for", _Asked, own, lambda told: _one_of_asked(told, budgets))
+    found = peers.agree("the arguments", _Asked, own, lambda told: _one_of_asked(told, budgets))
     if (found.nbytes, found.share) != (budget.nbytes, budget.share):
         budget = replace(budget, nbytes=found.nbytes, share=found.share)
     if host is not None and host.limit_bytes is not None:  # all are to find the same plans
@@ -84,8 +84,8 @@ def _one_of_asked(told: Mapping[int, _Asked], budgets: Budgets) -> _Asked:
         for ours, theirs in zip(one.options, told[rank].options, strict=True):
             if ours != theirs:
                 raise RankError(
-                    f"rank {rank} was asked for {theirs}, rank {first} for {ours}: ask all of them "
-                    "for the same",
+                    f"rank {rank} has {theirs}, but rank {first} has {ours}: pass the same "
+                    "arguments in all processes",
                     ranks=(rank,),
                 )
     named = {rank: (own.nbytes, own.share) for rank, own in told.items()}
@@ -94,8 +94,8 @@ def _one_of_asked(told: Mapping[int, _Asked], budgets: Budgets) -> _Asked:
     if differ and (budgets == "same" or len(kinds) > 1):
         shown = ", ".join(f"{told[rank].written} on rank {rank}" for rank in (first, *differ))
         raise RankError(
-            f"processes of one model have different budgets: {shown}. Give all the same one, or "
-            "ranks=fxremat.Ranks(budgets='least') where all name bytes, or all shares",
+            f"processes of one model have different budgets: {shown}. Pass the same budget in all, "
+            "or ranks=fxremat.Ranks(budgets='least') if all are in bytes or all are shares",
             ranks=differ,
         )
     least = min(told.values(), key=lambda own: (own.nbytes or 0, own.share or 0.0))

@@ -1,4 +1,4 @@
-"""The arguments of the public functions, read in one place, before anything else is done.
+"""The arguments of the public functions, read in one place before anything else is done.
 
 The table of options (:mod:`fxremat.options.table`) lists them, and :mod:`fxremat.options.readers`
 checks their values. :func:`fxremat.compile` documents each.
@@ -115,7 +115,7 @@ class Arguments:
         kept, loss, regions = values["plan"], values["loss"], values["regions"]
         in_flight = values["in_flight"]
         if in_flight > 1 and isinstance(regions, tuple) and regions:
-            must_be = "1 where regions= names modules: a step of several graphs is one"
+            must_be = "1 if regions= names modules, since only steps of one graph can overlap"
             refuse("in_flight", in_flight, must_be)
         return Arguments(
             budget=_read_budget(budget, kept),
@@ -148,7 +148,7 @@ class Arguments:
         known = dict(model.named_modules(remove_duplicate=False))
         for name in self.regions:
             if name not in known:
-                refuse("regions", self.regions, f"names of its modules: there is no {name!r}")
+                refuse("regions", self.regions, f"names of its modules, which has no {name!r}")
         return [known[name] for name in self.regions]
 
     @staticmethod
@@ -160,12 +160,12 @@ class Arguments:
             ArgumentError: an option that does not exist, or cannot be read.
         """
         given = dict(options or {})
-        refuse_unknown(given, names_of(BACKEND), knows="fxremat knows")
+        refuse_unknown(given, names_of(BACKEND), knows="valid options are")
         if "budget" not in given:
             raise BudgetError('no budget: pass options={"budget": "6 GiB"} to torch.compile')
         arguments = Arguments.read(**gathered(given))
         if arguments.drop_unused:
-            must_be = "without drop_unused=True: torch.compile returns all outputs of the model"
+            must_be = "without drop_unused=True, since torch.compile returns all outputs"
             refuse("loss", given["loss"], must_be)
         return arguments
 
@@ -179,7 +179,7 @@ def read_model(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         refuse("model", model, "a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
-        refuse("model", model, "the module that was scripted, not a torch.jit.ScriptModule")
+        refuse("model", model, "the module before scripting, not a torch.jit.ScriptModule")
     return model
 
 
@@ -187,7 +187,7 @@ def _read_budget(value: Readable | None, kept: Plan | None) -> Budget:
     """Return the budget, in bytes where there is a plan, which must keep to it."""
     if kept is None:
         if value is None:
-            raise BudgetError("budget is None: give one, such as '6 GiB', or a plan= to follow")
+            raise BudgetError("budget is None: pass one, such as '6 GiB', or a plan= to follow")
         return Budget.read(value)
     if value is None:
         return Budget(kept.budget_bytes, nbytes=kept.budget_bytes, counted=kept.budget_on)
@@ -198,7 +198,7 @@ def _read_budget(value: Readable | None, kept: Plan | None) -> Budget:
     if kept.counted_bytes > nbytes:
         raise BudgetError(
             f"budget {value!r} is {nbytes} bytes ({format_bytes(nbytes)}), but the step of plan= "
-            f"takes {kept.counted_bytes} ({format_bytes(kept.counted_bytes)}): leave budget out, "
-            "or leave plan= out to plan for this budget"
+            f"takes {kept.counted_bytes} ({format_bytes(kept.counted_bytes)}). Omit the budget, "
+            "or omit plan= to plan for this budget"
         )
     return replace(budget, nbytes=nbytes, share=None)

@@ -1,4 +1,4 @@
-"""What a budget may be, and how many bytes it means for a captured step."""
+"""Valid budgets, and the bytes that they mean for a captured step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Readable = str | int | float | np.integer[Any] | np.floating[Any]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A budget as the user wrote it, checked.
+    """A checked budget, as the user wrote it.
 
     Attributes:
-        written: what the user wrote.
-        nbytes: the bytes it names, if it names bytes.
-        share: the share of the peak with everything kept, if it names one; ``"min"``
-            names neither.
-        counted: which bytes it is for: blocks that the allocator has handed out, or all that the
-            allocator takes from the device.
+        written: the value that the user wrote.
+        nbytes: the budget in bytes, if it is written in bytes.
+        share: the share of the peak with everything kept, if it is written as a share. ``"min"``
+            has neither.
+        counted: the bytes that it limits: those of blocks that the allocator has handed out, or
+            all that the allocator has reserved from the device.
     """
 
     written: Readable
@@ -57,8 +57,8 @@ class Budget:
         if share is not None:
             if not (math.isfinite(share) and 0 < share <= 1):
                 raise BudgetError(
-                    f"budget is {written!r}: a share of the peak with everything kept must be in "
-                    "(0, 1], or up to '100%'; give bytes as an int or as '6 GiB'"
+                    f"budget is {written!r}, but a share of the peak with everything kept must be "
+                    "in (0, 1], or up to '100%'. Pass bytes as an int or as '6 GiB'"
                 )
             return Budget(written, share=share, counted=counted)
         if Budget(written).grows:
@@ -66,12 +66,12 @@ class Budget:
         nbytes = bytes_in(bare)
         if nbytes is None:
             raise BudgetError(
-                f"budget is {reprlib.repr(written)}, a {type(written).__name__}: give bytes as "
-                "'6 GiB' or an int, a share in (0, 1] as a float or as '50%', or 'min'; for "
-                "reserved bytes, end the text in ' reserved'"
+                f"budget is {reprlib.repr(written)}, a {type(written).__name__}, but must be "
+                "bytes as '6 GiB' or an int, a share in (0, 1] as a float or as '50%', or 'min'. "
+                "Text that ends in ' reserved' limits reserved bytes"
             )
         if nbytes <= 0:
-            raise BudgetError(f"budget is {written!r}: it must be at least one byte")
+            raise BudgetError(f"budget is {written!r}, but must be at least one byte")
         return Budget(written, nbytes=nbytes, counted=counted)
 
     def again(self, amount: object) -> str:
@@ -121,12 +121,13 @@ class Budget:
         most_bytes = least_bytes if most_bytes is None else most_bytes
         if nbytes < first_bytes:
             held = "".join(
-                f"; of these {n} ({format_bytes(n)}) are for {what}" for what, n in beside
+                f"{', of which' if i == 0 else ' and'} {n} ({format_bytes(n)}) are for {what}"
+                for i, (what, n) in enumerate(beside)
             )
             share = (
                 ""
                 if self.share is None
-                else f"{self.again(_share(most_bytes, full_bytes))}, that is "
+                else f"{self.again(_share(most_bytes, full_bytes))}, which is "
             )
             number = isinstance(self.written, (int, np.integer))
             least = "'min'" if self.counted == "allocated" else self.again("min")
@@ -159,13 +160,13 @@ def constrained(error: BudgetError, *, least_bytes: int | None) -> BudgetError:
     """
     constraints = "the constraints of policy=, or of tags of selective checkpointing, "
     if least_bytes is None:
-        cost = f"Without {constraints}fewer bytes may be enough"
+        cost = f"Without {constraints}fewer bytes may suffice"
     else:
         constrained_bytes = error.least_budget_bytes or 0
         more_bytes = max(0, constrained_bytes - least_bytes)
         cost = (
-            f"Without {constraints}{min(least_bytes, constrained_bytes)} bytes would be enough: "
-            f"they cost {more_bytes} ({format_bytes(more_bytes)})"
+            f"Without {constraints}{min(least_bytes, constrained_bytes)} bytes suffice: "
+            f"the constraints cost {more_bytes} ({format_bytes(more_bytes)})"
         )
     return BudgetError(
         f"{error}. {cost}",

@@ -1,4 +1,4 @@
-"""The loss of a step: a function of the outputs, of outputs and a target, or the model's own."""
+"""The loss of a step: a function of the outputs, of outputs and a target, or the model's."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ LossFunction = Callable[..., torch.Tensor] | Literal["own"]
 """A function of the outputs, of the outputs and a target, or ``"own"``."""
 
 LossOfOutputs = Callable[[Any], torch.Tensor]
-"""A loss as a function of the outputs only, after it was read."""
+"""A loss that was read, as a function of the outputs only."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loss:
-    """The loss of a step, with what it compares the outputs with.
+    """The loss of a step, and its target.
 
     Attributes:
-        function: computes a scalar from the outputs, or from the outputs and ``target``, outside
-            the model; ``"own"``: the model returns its loss.
-        target: what a loss such as ``torch.nn.CrossEntropyLoss()`` compares the outputs with, for
-            ``function(model(x), target)``: a tensor of the sample's size, or a tuple or dict of
+        function: a function that computes a scalar from the outputs, or from the outputs and
+            ``target``, outside the model; or ``"own"`` if the model returns its loss.
+        target: the second argument of a loss such as ``torch.nn.CrossEntropyLoss()``, called as
+            ``function(model(x), target)``: a tensor for the sample's size, or a tuple or dict of
             tensors. It is counted as held throughout the step.
-        drop_unused: return ``None`` in place of the outputs that ``function`` does not use, such
-            as logits that are returned with a loss: nobody can hold them, so they are counted no
-            longer than the step itself needs them.
+        drop_unused: whether to return ``None`` in place of outputs that ``function`` does not use,
+            such as logits that are returned with a loss. Callers cannot hold them, so they are
+            counted only as long as the step itself needs them.
 
     Raises:
-        ArgumentError: ``function`` is none of these, or it does not take a ``target`` that is
-            given, or takes one that is not.
+        ArgumentError: ``function`` has another type, requires a ``target`` that is missing, or
+            does not take the given one.
     """
 
     function: LossFunction
@@ -56,16 +56,16 @@ class Loss:
         if isinstance(function, str) and function == "own":
             if self.target is not None:
                 raise ArgumentError(
-                    "a target is given, but the loss is 'own': the model computes it, from what "
-                    "the sample has. Leave the target out, or give a loss function",
+                    "a target is given, but the loss is 'own', which the model computes from the "
+                    "sample. Omit the target, or pass a loss function",
                     argument="target",
                     value=self.target,
                 )
             return
         if not callable(function):
             must_be = (
-                "a function of the model's outputs, a fxremat.Loss of one and its target, 'own' "
-                "where the model returns its loss, or None"
+                "a function of the model's outputs, a fxremat.Loss with a function and a target, "
+                "'own' if the model returns its loss, or None"
             )
             refuse("loss", function, must_be)
         _check_target(function, self.target)
@@ -84,7 +84,7 @@ class Compared:
 
     Attributes:
         criterion: the function of outputs and target.
-        target: a tensor, or a tuple or dict of some, as the loop passes it.
+        target: a tensor, or a tuple or dict of tensors, as the loop passes it.
     """
 
     criterion: Callable[..., torch.Tensor]
@@ -100,18 +100,18 @@ class Compared:
 
 
 def own_loss(outputs: Any) -> torch.Tensor:
-    """Return the loss that a model returns as ``.loss``, ``["loss"]``, first of a tuple, or itself.
+    """Return the loss in a model's outputs: ``.loss``, ``["loss"]``, first of a tuple, or all.
 
     Raises:
-        ArgumentError: it returns none of one number.
+        ArgumentError: the outputs contain no loss of one number.
     """
     found = returned_loss(outputs)
     if found is None:
         raise ArgumentError(
             f"loss='own', but the model returned a {type(outputs).__name__} without a loss: "
             "it must return a tensor of one number, as .loss or ['loss'], as the first of a tuple, "
-            "or as its only output. Give the sample what it is computed from, such as labels, or "
-            "give a function as loss=",
+            "or as its only output. Add the inputs of the loss, such as labels, to the sample, or "
+            "pass a function as loss=",
             argument="loss",
             value="own",
         )
@@ -119,7 +119,7 @@ def own_loss(outputs: Any) -> torch.Tensor:
 
 
 def returned_loss(outputs: Any) -> torch.Tensor | None:
-    """Return the loss that :func:`own_loss` would; ``None``: the outputs have none."""
+    """Return the loss that :func:`own_loss` finds in outputs, or ``None`` if there is none."""
     if isinstance(outputs, Mapping):
         found = outputs.get("loss")
     elif isinstance(outputs, (tuple, list)) and not hasattr(outputs, "loss"):
@@ -135,15 +135,15 @@ def _check_target(function: Callable[..., Any], target: object) -> None:
     takes_one, takes_two = _takes(function, 1), _takes(function, 2)
     if target is None and takes_two and not takes_one:
         raise ArgumentError(
-            f"loss is {function!r}, which takes outputs and a target: give both, as in "
-            "loss=fxremat.Loss(criterion, target=y) where the loop calls criterion(model(x), y)",
+            f"loss is {function!r}, which takes outputs and a target: pass both, as in "
+            "loss=fxremat.Loss(criterion, target=y) if the loop calls criterion(model(x), y)",
             argument="loss",
             value=function,
         )
     if target is not None and takes_one and not takes_two:
         raise ArgumentError(
-            f"a target is given, but loss is {function!r}, which takes only the outputs: leave "
-            "the target out, or give a loss of outputs and target",
+            f"a target is given, but loss is {function!r}, which takes only the outputs: omit "
+            "the target, or pass a loss of outputs and target",
             argument="target",
             value=target,
         )

@@ -140,7 +140,7 @@ def _checked(loss: object, result: object) -> torch.Tensor:
     else:
         return result
     raise ArgumentError(
-        f"loss= returned {got}: it must return a real scalar tensor that is computed from the "
+        f"loss= returned {got}, but must return a real scalar tensor that is computed from the "
         "model's outputs with a gradient, such as outputs.mean()",
         argument="loss",
         value=loss,

@@ -1,4 +1,4 @@
-"""Options as plain values, as configuration files and command lines hold them."""
+"""Options as plain values, for configuration files and command lines."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ CLASSES: Mapping[str, Callable[..., Any]] = {
     "bits": Bits,
     "effort": Effort,
 }
-"""What several plain values of an option make up, by the option."""
+"""For each option of several plain values, the class that they construct."""
 
 
 def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of :func:`fxremat.compile` from plain values.
+    """Return arguments of :func:`fxremat.compile` made from plain values.
 
     Args:
-        given: values by the names of their fields. The value of an option may also be given as
-            ``compile`` takes it.
+        given: values by the names of their fields. An option may also have a value that
+            ``compile`` accepts.
 
     Raises:
-        ArgumentError: a value has no meaning without another one, or cannot be read.
+        ArgumentError: a value requires another one that is missing, or cannot be read.
     """
     found = dict(given)
     for option in OPTIONS:
@@ -55,7 +55,7 @@ def _value(option: Option, own: dict[str, Any]) -> Any:
     if isinstance(made, type) and isinstance(value, made):
         name = f"fxremat.{made.__name__}"
         raise ArgumentError(
-            f"{option.name} is a {name}, and so has {', '.join(parts)}: give it there",
+            f"{option.name} is a {name}, which sets {', '.join(parts)} itself: set it there",
             argument=option.name,
             value=value,
         )
@@ -63,7 +63,7 @@ def _value(option: Option, own: dict[str, Any]) -> Any:
         part, one = next(iter(parts.items()))
         if not any(parts.values()):
             return value
-        refuse(part, one, f"left out without {option.name}=, or {option.name}= be given as well")
+        refuse(part, one, f"omitted unless {option.name}= is given as well")
     return made(value, **parts)
 
 
@@ -88,43 +88,43 @@ class Options(_Plain):  # type: ignore[misc]
     """Arguments of :func:`fxremat.compile` as plain values: numbers, flags and text.
 
     OmegaConf and Hydra make a structured config from this class, and ``HfArgumentParser`` makes
-    arguments of a command line. Nothing is checked here, but where :meth:`arguments` are used. The
-    reference lists all attributes; those whose text has a meaning of its own are:
+    command line arguments. Values are only checked when :meth:`arguments` are used. The reference
+    lists all attributes. These have special values:
 
     Attributes:
-        budget: ``"6 GiB"``, ``"6GB"`` (decimal), ``"50%"`` of what the step takes with everything
-            kept, or ``"min"``; each may end in ``" reserved"``.
-        optimizer: name of a class of ``torch.optim``; ``"none"``: no state is counted before
-            it exists, not even that of a trainer's optimizer.
-        loss: ``"own"``: the model returns its loss.
-        offload: ``"auto"``, ``"only"`` or ``"conv"``; ``None``: nothing travels.
-        regions: ``"auto"``, ``"one"``, or names of modules, separated by commas.
-        plan: file of a plan to follow.
+        budget: ``"6 GiB"``, ``"6GB"`` (decimal), ``"50%"`` of the peak with everything kept, or
+            ``"min"``; each may end in ``" reserved"``.
+        optimizer: name of a class of ``torch.optim``. ``"none"`` counts no state before it exists,
+            not even that of a trainer's optimizer.
+        loss: ``"own"`` if the model returns its loss.
+        offload: ``"auto"``, ``"only"``, ``"conv"``, or ``None`` to move nothing.
+        regions: ``"auto"``, ``"one"``, or names of modules separated by commas.
+        plan: path of the file of a plan to follow.
     """
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Options:
-        """Return the options that a section of a configuration file has.
+        """Return the options in a section of a configuration file.
 
         Args:
-            values: by the names of the attributes; what is left out is the default.
+            values: values by the names of the attributes. Missing ones have their defaults.
 
         Raises:
-            ArgumentError: a name is none of them, or ``budget`` is missing.
+            ArgumentError: a name is not an attribute, or ``budget`` is missing.
         """
         names = [each.name for each in fields(Options)]
-        refuse_unknown(values, names, knows="fxremat.Options has")
+        refuse_unknown(values, names, knows="valid names are")
         if "budget" not in values:
             raise ArgumentError(
-                "no budget: give one, such as budget: 6 GiB", argument="budget", value=None
+                "no budget: set one, such as budget: 6 GiB", argument="budget", value=None
             )
         return Options(**values)
 
     def arguments(self) -> dict[str, Any]:
-        """Return what differs from the defaults, as arguments of :func:`fxremat.compile`.
+        """Return the values that differ from the defaults, as arguments of :func:`fxremat.compile`.
 
         Raises:
-            ArgumentError: several values make up one that cannot be read.
+            ArgumentError: several values make up an argument that cannot be read.
         """
         found = {
             each.name: getattr(self, each.name)

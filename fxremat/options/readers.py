@@ -79,8 +79,8 @@ def _read_optimizer(argument: str, value: object) -> Optimizer:
     found = getattr(torch.optim, value, None) if isinstance(value, str) else value
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         must_be = (
-            "an optimizer, its class, the name of one of torch.optim as 'AdamW', a list of these, "
-            "or None"
+            "an optimizer, its class, the name of a class of torch.optim such as 'AdamW', a list "
+            "of these, or None"
         )
         refuse(argument, value, must_be)
     return found
@@ -125,13 +125,13 @@ def _read_regions(argument: str, value: object) -> Regions:
         return cast(Regions, value)
     names = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [None]
     if not all(isinstance(name, str) for name in names):
-        must_be = "'auto', 'one', or names of modules, as model.named_modules() has them"
+        must_be = "'auto', 'one', or names of modules, as returned by model.named_modules()"
         refuse(argument, value, must_be)
     return tuple(cast(list[str], names))
 
 
 def _read_in_flight(argument: str, value: object) -> int:
-    must_be = f"from 1 to {MOST_IN_FLIGHT}: so many forwards run before the first one's backward"
+    must_be = f"a number of forwards from 1 to {MOST_IN_FLIGHT}"
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
         refuse(argument, value, must_be)
     if not 1 <= value <= MOST_IN_FLIGHT:
@@ -147,8 +147,8 @@ def _read_ranks(argument: str, value: object) -> Ranks | None:
 
 def _read_policy(argument: str, value: object) -> Policy | None:
     if not (value is None or callable(value)):
-        must_be = "a function of a fxremat.Operation that returns 'keep', 'recompute', 'offload' "
-        refuse(argument, value, must_be + "or None; or None")
+        must_be = "None, or a function that takes a fxremat.Operation and returns 'keep', "
+        refuse(argument, value, must_be + "'recompute', 'offload' or None")
     return value
 
 

@@ -1,8 +1,8 @@
-"""The table of options, from which everything that lists options is made.
+"""The table of options, from which every list of options is made.
 
 The readers of :mod:`fxremat.options.readers` check one value for each row. These are made from the
 rows: the options of the backend of ``torch.compile``, :class:`fxremat.Options`, the flags of the
-command, what processes that train together must all be given, and the reference table of the docs.
+command, the options that must be equal in all processes, and the reference table of the docs.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BACKEND = "torch.compile"
-"""How the table names the options of the backend, next to the functions of this package."""
+"""The name of the backend in the table, next to the functions of this package."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A plain value, as a configuration file or a command line holds it.
+    """A plain value, as in a configuration file or on a command line.
 
     Attributes:
-        name: its name there.
-        kind: its type: of numbers, flags and text.
-        doc: what it is, in a few words.
-        default: the value that stands for the default of the option.
-        part: the argument of the option's class that it is; empty for the option itself.
-        choices: the texts that it may be; empty for any. Of what is ``separated``, the texts that
-            are no names.
-        separated: whether it is names that are separated by commas.
+        name: its name.
+        kind: its type.
+        doc: a short description.
+        default: the value that represents the default of the option.
+        part: the argument of the option's class that it sets; empty for the option itself.
+        choices: the valid texts, or empty for any. If it is ``separated``, the texts that are not
+            names.
+        separated: whether it is names separated by commas.
         flag: whether the command has a flag for it.
         refused_by: functions that do not take it, in addition to those of its option.
     """
@@ -55,12 +55,12 @@ class Option:
 
     Attributes:
         name: its name.
-        values: what it may be.
-        doc: what it is for, in one sentence.
+        values: description of the valid values.
+        doc: description of its purpose, in one sentence.
         default: its default.
-        fields: the plain values that make it up; the first one has the name of the option.
+        fields: the plain values that make it up. The first one has the name of the option.
         refused_by: functions that do not take it.
-        agreed: whether processes that train together must all be given the same.
+        agreed: whether it must be equal in all processes that train together.
     """
 
     name: str
@@ -79,11 +79,11 @@ class Option:
 BUDGET = Field(
     "budget",
     str,
-    "the most bytes of a step, as 60GiB, 50% of the peak, or min; for reserved bytes, "
-    "'60GiB reserved'",
+    "maximum bytes of a step, such as 60GiB, 50% of the peak, or min; '60GiB reserved' limits "
+    "reserved bytes",
     flag=False,
 )
-"""The plain value of the budget, which is no keyword-only argument."""
+"""The plain value of the budget, which is not a keyword-only argument."""
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -91,7 +91,7 @@ OPTIONS: tuple[Option, ...] = (
         "bytes, as an int or as text",
         "Bytes of the budget that the plan leaves free.",
         0,
-        (Field("reserve", str, "bytes of the budget that stay free", "0"),),
+        (Field("reserve", str, "bytes of the budget that the plan leaves free", "0"),),
     ),
     Option(
         "optimizer",
@@ -103,10 +103,10 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "loss",
         'a function of the outputs, `"own"`, or a `Loss`',
-        "The loss of the step, and what it compares the outputs with.",
+        "The loss of the step, and its target.",
         None,
         (
-            Field("loss", str | None, "own: the model returns its loss"),
+            Field("loss", str | None, "own, if the model returns its loss"),
             Field(
                 "drop_unused",
                 bool,
@@ -122,26 +122,26 @@ OPTIONS: tuple[Option, ...] = (
         "`True` or `False`",
         "Whether each step adds its gradients to those of earlier steps.",
         False,
-        (Field("accumulate", bool, "gradients are accumulated", False),),
+        (Field("accumulate", bool, "count accumulated gradients", False),),
         agreed=True,
     ),
     Option(
         "offload",
         '`False`, `"auto"`, `"only"`, `"conv"`, or a `HostMemory`',
-        "Whether activations may travel to host memory, and how much of it they may take.",
+        "Whether activations may be moved to host memory, and how much of it they may take.",
         False,
         (
             Field(
                 "offload",
                 str | None,
-                "activations may travel to host memory",
+                "move activations to host memory",
                 choices=("auto", "only", "conv"),
             ),
-            Field("host_limit", str | None, "the most bytes of host memory", part="limit"),
+            Field("host_limit", str | None, "maximum bytes of host memory", part="limit"),
             Field(
                 "host_dir",
                 str | None,
-                "folder of the file that stands for host memory on a CPU",
+                "folder of the file that represents host memory on a CPU",
                 part="folder",
             ),
         ),
@@ -156,14 +156,14 @@ OPTIONS: tuple[Option, ...] = (
             Field(
                 "bits",
                 str,
-                "gradients are those without a plan: bitwise, or to rounding",
+                "how gradients equal those without a plan: bitwise, or up to rounding",
                 "exact",
                 choices=("exact", "rounding"),
             ),
             Field(
                 "verify_bits",
                 int,
-                "compare one run in parts with the whole in every so many steps",
+                "steps between comparisons of a run in parts with the whole; 0: never",
                 0,
                 part="verify_every",
                 flag=False,
@@ -174,21 +174,21 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "effort",
         "a number, at least 0, or an `Effort`",
-        "How much work planning does, and what it looks at.",
+        "How much work planning does, and what it searches.",
         1.0,
         (
-            Field("effort", float, "how much work planning does", 1.0),
+            Field("effort", float, "amount of planning work", 1.0),
             Field(
                 "generators",
                 str | None,
-                "solvers whose schedules are looked at, as rotor,join",
+                "solvers whose schedules are searched, such as rotor,join",
                 part="generators",
                 separated=True,
             ),
             Field(
                 "forms",
                 str | None,
-                "further forms of the step that are looked at, as parts,norms",
+                "further forms of the step that are searched, such as parts,norms",
                 part="forms",
                 separated=True,
             ),
@@ -198,13 +198,13 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "executor",
         '`"eager"` or `"inductor"`',
-        "Who makes the kernels of the step.",
+        "Whether the step runs eager's kernels, or kernels that Inductor generates.",
         "eager",
         (
             Field(
                 "executor",
                 str,
-                "who makes the kernels",
+                "source of the kernels",
                 "eager",
                 choices=("eager", "inductor"),
             ),
@@ -217,13 +217,13 @@ OPTIONS: tuple[Option, ...] = (
         "`None`, `True` or `False`",
         "Whether sizes are captured as symbols.",
         None,
-        (Field("dynamic", bool | None, "sizes are captured as symbols", flag=False),),
+        (Field("dynamic", bool | None, "capture sizes as symbols", flag=False),),
         refused_by=("max_batch", "estimate", BACKEND),
     ),
     Option(
         "plan",
-        "a `Plan`, or the file of one",
-        "A plan to follow: nothing is measured or planned.",
+        "a `Plan`, or the path of its file",
+        "A plan to follow without measuring or planning.",
         None,
         (Field("plan", str | None, "file of a plan to follow", flag=False),),
         refused_by=("max_batch", "estimate", BACKEND),
@@ -238,7 +238,7 @@ OPTIONS: tuple[Option, ...] = (
             Field(
                 "regions",
                 str,
-                "auto: as the graph breaks; one: whole; or names of modules",
+                "auto (as the graph breaks), one (the whole model), or names of modules",
                 "auto",
                 choices=("auto", "one"),
                 separated=True,
@@ -253,32 +253,28 @@ OPTIONS: tuple[Option, ...] = (
         "a number of steps",
         "How many forwards may wait for their backward.",
         1,
-        (Field("in_flight", int, "forwards that may wait for their backward", 1),),
+        (Field("in_flight", int, "number of forwards that may wait for their backward", 1),),
         refused_by=("max_batch", "estimate"),
         agreed=True,
     ),
     Option(
         "strict",
         "`True` or `False`",
-        "Whether a later step that does not fit raises an error, or runs with a warning.",
+        "Whether a later step that does not fit raises an error instead of a warning.",
         False,
-        (
-            Field(
-                "strict", bool, "a later step that does not fit raises an error", False, flag=False
-            ),
-        ),
+        (Field("strict", bool, "raise an error for a step that does not fit", False, flag=False),),
         agreed=True,
     ),
     Option(
         "assume",
         '`"usual"` or `"strict"`',
-        "What least budgets have room for: steps of the usual loop, or one step.",
+        "Whether least budgets have room for steps of the usual loop, or for one step.",
         "usual",
         (
             Field(
                 "assume",
                 str,
-                "least budgets are those of the usual loop, or of one step",
+                "whether least budgets are those of the usual loop or of one step",
                 "usual",
                 choices=("usual", "strict"),
             ),
@@ -296,13 +292,13 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "policy",
         "a function of an `Operation`",
-        "Says of single operations whether their results are kept, recomputed or offloaded.",
+        "Decides whether the results of single operations are kept, recomputed or offloaded.",
         None,
         (),
         agreed=True,
     ),
 )
-"""All keyword-only arguments of :func:`fxremat.compile`, in their order."""
+"""All keyword-only arguments of :func:`fxremat.compile`, in order."""
 
 RENAMED: Mapping[str, str] = {
     "target": "loss=fxremat.Loss(function, target=...)",
@@ -310,22 +306,22 @@ RENAMED: Mapping[str, str] = {
     "host_limit": "offload=fxremat.HostMemory('auto', limit='8 GiB')",
     "host_dir": "offload=fxremat.HostMemory('auto', folder='/fast/disk')",
     "exact": "bits= and effort=: bits='rounding' for exact=False, with "
-    "effort=fxremat.Effort(forms=('norms',)) where nothing is to be computed in parts",
+    "effort=fxremat.Effort(forms=('norms',)) to compute nothing in parts",
     "split": "bits= and effort=: bits='rounding' for split=True, "
     "effort=fxremat.Effort(forms=('norms',)) for split=False",
     "verify_bits": "bits=fxremat.Bits('exact', verify_every=100)",
     "fullgraph": "regions=: regions='one' for fullgraph=True, 'auto' for False",
-    "budget_on": "said by the budget: budget='22 GiB reserved' for budget_on='reserved'",
+    "budget_on": "part of the budget: budget='22 GiB reserved' for budget_on='reserved'",
     "generators": "effort=fxremat.Effort(generators=('rotor', 'join'))",
 }
-"""Former names of arguments, and what is written now."""
+"""Former names of arguments, and their replacements."""
 
 
 def refuse_former(given: Mapping[str, Any]) -> None:
     """Refuse arguments under their former names.
 
     Raises:
-        ArgumentError: one is given; the message has the new form.
+        ArgumentError: there is one; the message has its replacement.
     """
     for name, now in RENAMED.items():
         if name in given:
@@ -333,10 +329,15 @@ def refuse_former(given: Mapping[str, Any]) -> None:
 
 
 def refuse_unknown(given: Mapping[str, Any], names: Collection[str], *, knows: str) -> None:
-    """Refuse options that are not among ``names``, which is what ``knows`` introduces.
+    """Refuse options that are not among ``names``.
+
+    Args:
+        given: the options.
+        names: names of valid options.
+        knows: begin of the sentence that lists ``names`` in the error.
 
     Raises:
-        ArgumentError: one is given; the message has its new form, or all ``names``.
+        ArgumentError: there is one; the message has its replacement, or all ``names``.
     """
     for name, value in given.items():
         if name not in names:
@@ -346,7 +347,7 @@ def refuse_unknown(given: Mapping[str, Any], names: Collection[str], *, knows: s
 
 
 def former_refused(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function`` with former names of arguments refused as :func:`refuse_former` does."""
+    """Return ``function`` with former names of arguments refused by :func:`refuse_former`."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -362,13 +363,13 @@ def options_of(function: str) -> Iterator[Option]:
 
 
 def fields_of(function: str) -> Iterator[Field]:
-    """Yield the plain values, without the budget, that ``function`` takes."""
+    """Yield the plain values that ``function`` takes, except the budget."""
     for option in options_of(function):
         yield from (field for field in option.fields if function not in field.refused_by)
 
 
 def names_of(function: str) -> tuple[str, ...]:
-    """Return the names under which ``function`` takes plain values, and options that have none."""
+    """Return the names of plain values that ``function`` takes, or of options without these."""
     names = ["budget"]
     for option in options_of(function):
         fields = (field.name for field in option.fields if function not in field.refused_by)

@@ -1,4 +1,4 @@
-"""Values of options that say more than one thing."""
+"""Classes for the values of options that have several parts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ What = Literal["auto", "only", "conv"]
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """How close gradients are to those of a step without a plan, and how often that is verified.
+    """The equality of gradients to those of a step without a plan, and how often it is verified.
 
     Attributes:
-        kind: ``"exact"``: gradients are bitwise those without a plan. ``"rounding"``: they are
-            equal to rounding, so the input of a BatchNorm may be rebuilt from the output of the
-            leaky ReLU behind it, and operations may be computed in parts whose sums are taken in
-            another order.
-        verify_every: ``n``: in every ``n``-th step one run of operations that is computed in parts
-            is also computed as a whole, on the numbers of that step, where the budget has room for
-            that above the plan's peak. If bits differ, the step uses those of the whole, a
-            ``BudgetWarning`` names the run, and later plans do not use it. Steps that are measured
-            for later plans, such as the first ones, are left out. ``0``: never.
+        kind: ``"exact"`` computes gradients that are bitwise those without a plan. ``"rounding"``
+            computes gradients that are equal up to rounding: the input of a BatchNorm may be
+            rebuilt from the output of the leaky ReLU that follows it, and operations may be
+            computed in parts whose sums are taken in another order.
+        verify_every: the interval in steps of a comparison: in every ``verify_every``-th step one
+            run of operations that is computed in parts is also computed as a whole, on the data
+            of that step, if the budget has room for that above the plan's peak. If bits differ,
+            the step uses the results of the whole, a ``BudgetWarning`` names the run, and later
+            plans do not use it. Steps that are measured for later plans, such as the first ones,
+            are skipped. ``0`` disables the comparison.
 
     Raises:
-        ArgumentError: one of them cannot be read.
+        ArgumentError: a value cannot be read.
     """
 
     kind: BitsKind = "exact"
@@ -44,25 +45,25 @@ class Bits:
             refuse("bits", self.kind, "'exact', 'rounding' or a fxremat.Bits")
         steps = self.verify_every
         if not isinstance(steps, (int, np.integer)) or isinstance(steps, bool) or steps < 0:
-            refuse("verify_every", steps, "a number of steps, or 0")
+            refuse("verify_every", steps, "a nonnegative number of steps")
         object.__setattr__(self, "verify_every", int(steps))
 
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory to which activations may travel, and from which they are copied back.
+    """Host memory to which activations may be copied, and from which they are copied back.
 
     Attributes:
-        what: ``"auto"``: activations travel where that is faster than recomputing them;
-            ``"only"``: nothing is recomputed; ``"conv"``: in addition, nothing travels but inputs
-            of convolutions and poolings (Hascoet et al.).
-        limit: the most host memory to use, ``"8 GiB"`` or bytes; ``None``: as much as the plan
-            takes. It is allocated once, and freed with the module that ``compile`` returns.
-        folder: where the step runs on a CPU, the folder of the file that stands for host memory,
-            on a fast disk or in memory; ``None``: the system's folder for temporary files.
+        what: ``"auto"`` moves activations where that is faster than recomputing them; ``"only"``
+            recomputes nothing; ``"conv"`` recomputes nothing and moves only inputs of convolutions
+            and poolings (Hascoet et al.).
+        limit: maximum host memory to use, as ``"8 GiB"`` or bytes, or ``None`` for as much as the
+            plan takes. It is allocated once, and freed with the module that ``compile`` returns.
+        folder: if the step runs on a CPU, the folder of the file that represents host memory, on a
+            fast disk or in memory, or ``None`` for the system's folder for temporary files.
 
     Raises:
-        ArgumentError: one of them cannot be read.
+        ArgumentError: a value cannot be read.
     """
 
     what: What = "auto"
@@ -79,19 +80,19 @@ class HostMemory:
 
 
 def read_bytes(argument: str, value: object, *, most: int | None = None) -> int:
-    """Return bytes that are given as an integer or as text.
+    """Return a number of bytes given as an integer or as text.
 
     Args:
-        argument: what the error calls it.
+        argument: name of the argument, for the error.
         value: the bytes.
-        most: the largest value; ``None``: any.
+        most: the largest valid value, or ``None`` for no limit.
 
     Raises:
-        ArgumentError: ``value`` is no number of bytes, is negative, or is more than ``most``.
+        ArgumentError: ``value`` is not a number of bytes, is negative, or is more than ``most``.
     """
     nbytes = bytes_in(value)
     if nbytes is None or nbytes < 0:
-        refuse(argument, value, "bytes, at least 0, as an int or as text such as '64 MiB'")
+        refuse(argument, value, "a nonnegative number of bytes, as an int or text like '64 MiB'")
     if most is not None and nbytes > most:
         refuse(argument, value, f"at most {most} bytes")
     return nbytes
@@ -101,9 +102,9 @@ def _read_folder(argument: str, value: object) -> str:
     """Return the absolute path of an existing folder that can be written to."""
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not (isinstance(path, str) and path):
-        refuse(argument, value, "the path of a folder, as text or as a pathlib.Path, or None")
+        refuse(argument, value, "the path of a folder, as a str or a pathlib.Path, or None")
     if not Path(path).is_dir():
-        refuse(argument, value, "a folder that exists: make it first, or give another")
+        refuse(argument, value, "an existing folder")
     if not os.access(path, os.W_OK | os.X_OK):
         refuse(argument, value, "a folder that this user can write to")
     return str(Path(path).absolute())

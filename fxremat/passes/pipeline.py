@@ -148,8 +148,8 @@ def _fuse(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     missing = torch_compat.missing_compiler(device)
     if missing is not None:
         raise ArgumentError(
-            f"executor='inductor' makes kernels for {device.type}, but {missing}: install one, or "
-            "use executor='eager'",
+            f"executor='inductor' generates kernels for {device.type}, but {missing}: install one, "
+            "or use executor='eager'",
             argument="executor",
             value="inductor",
         )
@@ -261,7 +261,7 @@ def add_pass(new: Pass, *, after: str) -> None:
     if after not in names:
         refuse("after", after, f"one of {', '.join(dict.fromkeys(names))}")
     if new.name in names:
-        refuse("name", new.name, "another name than those in fxremat.passes.pipeline.PASSES")
+        refuse("name", new.name, "another one than the names in fxremat.passes.pipeline.PASSES")
     PASSES.insert(names.index(after) + 1, new)
 
 

@@ -234,7 +234,7 @@ def resolve_again(graph: Graph, context: StepContext, budget: TrainingBudget) ->
     needs = needs_in(graph, (context,))
     nbytes = budget.written.bytes_of(full_bytes=needs.full_bytes, least_bytes=needs.least_bytes)
     if nbytes > (budget.nbytes or 0):
-        LOG.info("the budget %r is %d bytes now", budget.written.written, nbytes)
+        LOG.info("the budget %r is now %d bytes", budget.written.written, nbytes)
         budget.set(nbytes)
 
 

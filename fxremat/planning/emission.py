@@ -264,6 +264,7 @@ def carry_out(plan: Plan, graph: Graph, blocks: BlockCache, context: StepContext
 
 def _unlike(plan: Plan) -> PlanError:
     return PlanError(
-        f"the plan for {plan.budget_bytes} bytes does not lead to the code that it holds: it was "
-        "changed, or written by another fxremat. Leave plan= out to plan again, and save that plan"
+        f"the plan for {plan.budget_bytes} bytes does not lead to the code that it contains. It "
+        "was changed, or written by another version of fxremat. Omit plan= to plan again, and "
+        "save the new plan"
     )

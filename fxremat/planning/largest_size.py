@@ -135,7 +135,7 @@ def advised(
     if not told:
         return error
     return BudgetError(
-        f"{error}. The largest sizes that fit, each while others stay: {'; '.join(told)}",
+        f"{error}. The largest sizes that fit, with all others unchanged: {'; '.join(told)}",
         least_budget_bytes=error.least_budget_bytes,
         largest=found,
     )

@@ -101,7 +101,7 @@ def grow_budget(budget: TrainingBudget, error: BudgetError) -> bool:
     if nbytes is None or not budget.grows:
         return False
     LOG.info(
-        "the budget %r is %s from now on: a call needs that at the least",
+        "the budget %r is %s from now on, the least that a call needs",
         budget.written.written,
         format_bytes(nbytes),
     )
@@ -211,7 +211,7 @@ def _cached(graph: Graph, key: str, context: StepContext) -> CompiledPlan | None
 def _followed(graph: Graph, kept: Plan, context: StepContext) -> CompiledPlan:
     """Return a saved plan with its functions."""
     if kept.origin is None or kept.measured is None:
-        raise PlanError("this plan was not made of a model: compile without plan=")
+        raise PlanError("this plan was not made from a model: compile without plan=")
     line = graph.line(kept.form)
     now = replace(graph.origin(), options=kept.origin.options, held=kept.origin.held)
     variant = None
@@ -224,8 +224,8 @@ def _followed(graph: Graph, kept: Plan, context: StepContext) -> CompiledPlan:
     differs = tuple(differences(kept.origin, now))
     if differs or variant is None:
         raise PlanError(
-            f"the plan is not one of this step: {'; '.join(differs)}. Compile as the plan was "
-            "made, or leave plan= out to plan again",
+            f"the plan is for another step: {'; '.join(differs)}. Compile with the model and "
+            "options of the plan, or omit plan= to plan again",
             differs=differs,
         )
     kept = replace(kept, measured_peak_bytes=None)  # another process measured it

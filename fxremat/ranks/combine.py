@@ -141,15 +141,15 @@ def _slowest_speeds(speeds: Mapping[int, _AllSpeeds]) -> _AllSpeeds:
     return tuple((max(m for m, _ in one), max(b for _, b in one)) for one in each)
 
 
-_SAME_STEP = "All have to train the same model, with batches of one size in the first step"
+_SAME_STEP = "Train the same model in all processes, with batches of one size in the first step"
 
 _REMEDIES = {
-    "setting policy": "Give all of them a policy= with the same answers",
-    "setting": "Set it to one value on all of them before they compile, as with "
+    "setting policy": "Give all processes a policy= with the same answers",
+    "setting": "Set it to the same value in all processes before compiling, for example with "
     "torch.set_num_threads(n)",
-    "version": "Install the same one on all of them",
+    "version": "Install the same version for all processes",
 }
-"""Remedies by the begin of a difference, the most specific first."""
+"""Remedies by the beginning of a difference, the most specific first."""
 
 
 def _remedy_of(difference: str) -> str:
@@ -167,8 +167,8 @@ def _slowest_step(steps: Mapping[int, _Step]) -> _Step:
         then = replace(one.origin, code=one.structure_digest)
         for difference in differences(then, own, of=f"rank {first}'s"):
             raise RankError(
-                f"rank {rank} has captured another step than rank {first}: on it {difference}. "
-                + _remedy_of(difference),
+    "setting policy": "Give all processes a policy= with the same answers",
+    "setting": "Set it to the same value in all processes before compiling, for example with "
                 ranks=(rank,),
             )
     costs = RecordedCosts.slowest([step.costs for step in steps.values()])
@@ -194,9 +194,9 @@ def _same_graphs(digests: Mapping[int, str]) -> str:
     differ = [rank for rank in others if digests[rank] != digests[first]]
     if differ:
         raise RankError(
-            f"the plan of rank {first} leads to other operations on {', '.join(map(str, differ))}: "
-            "their steps differ in more than constants. Train the same model on all of them, with "
-            "one version of fxremat",
+            f"the plan of rank {first} leads to other operations on ranks "
+            f"{', '.join(map(str, differ))}, so their steps differ in more than constants. Train "
+            "the same model in all processes, with one version of fxremat",
             ranks=differ,
         )
     return digests[first]
@@ -212,7 +212,7 @@ def agreed_context(peers: Peers, context: str) -> None:
     Raises:
         RankError: another process is at another call.
     """
-    peers.agree("what a call finds", str, context, _same_call)
+    peers.agree("the context of a call", str, context, _same_call)
 
 
 def _same_call(calls: Mapping[int, str]) -> str:
@@ -220,9 +220,9 @@ def _same_call(calls: Mapping[int, str]) -> str:
     for rank in others:
         if calls[rank] != calls[first]:
             raise RankError(
-                f"rank {rank} is at another call than rank {first}: it finds {calls[rank]}, rank "
-                f"{first} {calls[first]}. Collectives are in the graph: all have to make the same "
-                "calls, with batches of one size",
+                f"rank {rank} is at another call than rank {first}: the call of rank {rank} has "
+                f"{calls[rank]}, that of rank {first} has {calls[first]}. The graph contains "
+                "collectives, so all processes must make the same calls, with batches of one size",
                 ranks=(rank,),
             )
     return calls[first]
@@ -234,7 +234,7 @@ _Corrections = tuple[tuple[Values, Correction], ...]
 def agreed_corrections(peers: Peers, own: Mapping[Values, Correction]) -> dict[Values, Correction]:
     """Return the corrections that the steps of any process have led to, by sizes."""
     agreed: _Corrections
-    agreed = peers.agree("what steps have taught", _Corrections, tuple(own.items()), _merged)
+    agreed = peers.agree("the feedback of steps", _Corrections, tuple(own.items()), _merged)
     return dict(agreed)
 
 
@@ -260,7 +260,9 @@ def agreed_step(peers: Peers, own: MeasuredStep, *, unchanged: bool) -> Measured
         RankError: the processes make different calls.
     """
     alike = f"{own.calls} {own.begins}" if unchanged else None
-    return peers.agree_unless(alike, "what a step finds", MeasuredStep, own, _most_of_same_calls)
+    return peers.agree_unless(
+        alike, "the context of a step", MeasuredStep, own, _most_of_same_calls
+    )
 
 
 def _most_of_same_calls(steps: Mapping[int, MeasuredStep]) -> MeasuredStep:
@@ -274,7 +276,7 @@ def _most_of_same_calls(steps: Mapping[int, MeasuredStep]) -> MeasuredStep:
 
 def agreed_profiles(peers: Peers, own: MeasuredStep) -> MeasuredStep:
     """Return the largest measurements of a step; no profiles where its calls differ."""
-    return peers.agree("what a step was measured to take", MeasuredStep, own, _most)
+    return peers.agree("the measurements of a step", MeasuredStep, own, _most)
 
 
 def _most(steps: Mapping[int, MeasuredStep]) -> MeasuredStep:

@@ -51,11 +51,11 @@ class Ranks:
     """The processes that train one model together and follow one plan.
 
     Args:
-        group: a process group, or ranks; ``None``: those of the model's
-            ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s, or all ranks.
-        budgets: ``"same"``: budgets that differ are an error; ``"least"``: all processes keep to
-            the smallest.
-        timeout: the longest time that a process waits for the others, as a ``timedelta`` or in
+        group: a process group, or ranks. ``None`` uses the processes of the model's
+            ``DistributedDataParallel``, ``fully_shard`` or ``DTensor``s, or else all ranks.
+        budgets: ``"same"`` raises an error if budgets differ; with ``"least"`` all processes keep
+            to the smallest.
+        timeout: maximum time that a process waits for the others, as a ``timedelta`` or in
             seconds.
 
     Raises:
@@ -80,7 +80,7 @@ class Ranks:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if not (number and math.isfinite(seconds) and seconds > 0):
-            refuse("timeout", timeout, "a timedelta or seconds, more than 0")
+            refuse("timeout", timeout, "a positive timedelta or number of seconds")
         object.__setattr__(self, "timeout_s", float(seconds))
 
 
@@ -94,7 +94,7 @@ def _members(group: object) -> tuple[int, ...]:
         list(group) if isinstance(group, Iterable) and not isinstance(group, str) else [None]
     )
     if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
-        refuse("group", group, "a process group of this process, or ranks")
+        refuse("group", group, "a process group that contains this process, or ranks")
     return tuple(sorted(set(ranks)))
 
 
@@ -140,7 +140,8 @@ class Peers:
         if ranks is not None:
             members = members or torch_compat.ranks_in()
             if torch_compat.own_rank() not in members:
-                refuse("ranks", ranks, f"of rank {torch_compat.own_rank()} and others")
+                must_be = f"a group with this process, rank {torch_compat.own_rank()}, and others"
+                refuse("ranks", ranks, must_be)
         if len(members) < 2:
             return None
         _groups_made[members] += 1
@@ -334,17 +335,19 @@ class Peers:
                 raise _decoded_error(message["error"])
             elif message["what"] != what:
                 raise RankError(
-                    f"rank {rank} goes on to agree on {message['what']}, rank {self._own} on "
-                    f"{what}: they do not compile the same model in the same order",
+                    f"rank {rank} waits for an agreement on {message['what']}, but rank "
+                    f"{self._own} for one on {what}: they do not compile the same model in the "
+                    "same order",
                     ranks=(rank,),
                 )
             else:
                 values[rank] = message["value"]
         if missing:
             raise RankError(
-                f"{_named(missing)} did not come within {self._timeout_s:g} s to agree on {what}: "
-                "every process of the group has to compile the model, and make the same calls. "
-                f"Give fxremat.Ranks another timeout=, or a group= without {_named(missing)}",
+                f"{_named(missing)} did not arrive within {self._timeout_s:g} s to agree on "
+                f"{what}: every process of the group must compile the model and make the same "
+                f"calls. Pass fxremat.Ranks a longer timeout=, or a group= without "
+                f"{_named(missing)}",
                 ranks=missing,
             )
         return values
@@ -356,10 +359,10 @@ class Peers:
         if message is None:
             self._has_reported = True
             raise RankError(
-                f"rank {self.members[0]}, which is the first one, did not "
-                f"{'say' if here else 'come'} within {self._timeout_s:g} s to agree on {what}: "
-                "every process of the group has to compile the model, and make the same calls. "
-                "Give fxremat.Ranks another timeout= if it takes longer",
+                f"rank {self.members[0]}, the first of its group, did not "
+                f"{'answer' if here else 'arrive'} within {self._timeout_s:g} s to agree on "
+                f"{what}: every process of the group must compile the model and make the same "
+                "calls. Pass fxremat.Ranks a longer timeout= if that takes longer",
                 ranks=self.members[:1],
             )
         if "error" in message:

@@ -205,10 +205,10 @@ def _needed_by(
         return needed_by
     nbytes = base_bytes + free.peak_bytes
     return (
-        f"{needed_by}, as HostMemory(limit=) leaves them {host_bytes} bytes "
-        f"({format_bytes(host_bytes)}) of host memory: with {free.host_bytes} "
-        f"({format_bytes(free.host_bytes)}) {nbytes} bytes ({format_bytes(nbytes)}) of the device "
-        "would do"
+        f"{needed_by}, because HostMemory(limit=) allows {host_bytes} bytes "
+        f"({format_bytes(host_bytes)}) of host memory (with {free.host_bytes}, "
+        f"{format_bytes(free.host_bytes)}, {nbytes} bytes, {format_bytes(nbytes)}, of the device "
+        "suffice)"
     )
 
 

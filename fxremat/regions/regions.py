@@ -382,7 +382,7 @@ class Regions:
             device, whole=functools.partial(self._learn, loop, trace), until_closed=self.called
         )
         if not trace.is_watched:
-            trace.why_unobserved = "another profiler is on in its thread"
+            trace.why_unobserved = "another profiler is active in its thread"
 
     def _learn(
         self, loop: Loop, trace: CallTrace, first_bytes: int, peak_bytes: int, is_observed: bool

@@ -91,7 +91,7 @@ class StepWatch:
         loop.check_outside(base_bytes + peak_bytes)
         rows = trace.profiles()
         if not rows:
-            reason = "their backwards had not ended when the next ones began"
+            reason = "their backwards had not ended when the next steps began"
             trace.why_unobserved = trace.why_unobserved or reason
             return
         if trace.why_unobserved:

@@ -120,8 +120,8 @@ def shortfall_of_region(
     error = BudgetError(
         f"budget {budget.written.written!r} is {budget.nbytes} bytes "
         f"({format_bytes(budget.nbytes)}), but a region of this model needs at least "
-        f"{nbytes} bytes ({format_bytes(nbytes)}) with what the model holds, "
-        f"whatever its plan. Give budget='min', or at least {nbytes}; the model's other regions "
+        f"{nbytes} bytes ({format_bytes(nbytes)}), including the model's tensors, "
+        f"with any plan. Give budget='min', or at least {nbytes}; the model's other regions "
         "may need more, which is measured when they run",
         least_budget_bytes=nbytes,
     )

@@ -52,16 +52,17 @@ class RegionWarnings:
         """Warn that a graph of the model cannot be planned, and runs as it is."""
         self._warn_once(
             f"left {error}",
-            f"a graph of this model is not planned and runs as it is, with what it takes: {error}",
+            "a graph of this model cannot be planned, so it runs unchanged with all the memory "
+            f"that it needs: {error}",
         )
 
     def warn_captured_again(self, function: str, times: int) -> None:
         """Warn that a function is not captured any more, as each step captured it again."""
         self._warn_once(
             function,
-            f"{function} was captured in {times} steps though its graph was the same: it is "
-            "guarded by what changes at each step, such as the length of a list. From now on it "
-            "runs as it is, and what it calls is captured by itself",
+            f"{function} was captured in {times} steps although its graph was the same, because "
+            "its guards depend on values that change at each step, such as the length of a list. "
+            "From now on it runs unchanged, and functions that it calls are captured separately",
         )
 
     def note_peak(self, peak_bytes: int, budget: TrainingBudget, trace: CallTrace) -> bool:
@@ -75,9 +76,10 @@ class RegionWarnings:
         if not trace.calls:
             self._warn_once(
                 "nothing",
-                "nothing of this model that has a gradient can be captured, so nothing is planned: "
-                f"it runs as it is, and a step took {peak_bytes} bytes "
-                f"({format_bytes(peak_bytes)}). Move what can be captured into separate modules",
+                "nothing of this model that has a gradient can be captured, so nothing is planned. "
+                f"The model runs unchanged, and a step took {peak_bytes} bytes "
+                f"({format_bytes(peak_bytes)}). Move code that can be captured into separate "
+                "modules",
             )
         budget_bytes = budget.nbytes or budget.written.bytes_of(
             full_bytes=peak_bytes, least_bytes=peak_bytes
@@ -88,7 +90,7 @@ class RegionWarnings:
             return False
         self._over += 1
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
-        what = plural(len(trace.calls), "region") if trace.calls else "which nothing is captured"
+        what = f", of {plural(len(trace.calls), 'region')}," if trace.calls else ""
         where = f" at {trace.line}" if trace.line else ""
         planned_bytes = max(trace.planned_bytes(), default=0) + (trace.base_bytes or 0)
         later_bytes = max(0, trace.returned_bytes - trace.kept_bytes)  # held in later steps
@@ -97,10 +99,10 @@ class RegionWarnings:
             remedy = (
                 f"The plans take {planned_bytes} of them; the rest is allocated by code that is "
                 f"not captured{self._captured_in_pieces()}, which no plan changes. A budget of "
-                f"{peak_bytes + later_bytes} would do"
+                f"{peak_bytes + later_bytes} suffices"
             )
         warn(
-            f"the step{where}, of {what}, took {peak_bytes} bytes, {over} ({format_bytes(over)}) "
+            f"the step{where}{what} took {peak_bytes} bytes, {over} ({format_bytes(over)}) "
             f"more than its budget of {budget_bytes}. {remedy}"
         )
         return True
@@ -117,8 +119,8 @@ class RegionWarnings:
         nbytes = self._peak_bytes
         raise BudgetError(
             f"budget {budget.written.written!r} is {budget.nbytes} bytes, but steps took up to "
-            f"{nbytes} bytes ({format_bytes(nbytes)}) with what their code between regions "
-            f"allocates, which is not planned{self._captured_in_pieces()}. Give at least "
+            f"{nbytes} bytes ({format_bytes(nbytes)}), including code between regions, which is "
+            f"not planned{self._captured_in_pieces()}. Give at least "
             f"{budget.written.again(nbytes)}, or budget='min'",
             least_budget_bytes=nbytes,
         )
@@ -133,7 +135,7 @@ class RegionWarnings:
         where = f" at {line}" if line else ""
         warn(
             f"the step{where} takes more than its budget: {error}. It runs with the plans of least "
-            "memory until there is room again; strict=True raises instead"
+            "memory until they fit again; strict=True raises instead"
         )
 
     def note_end(self, trace: CallTrace) -> None:
@@ -141,11 +143,11 @@ class RegionWarnings:
         self._unplanned = self._unplanned + 1 if trace.is_unplanned else 0
         blind = trace.is_unplanned and trace.why_unobserved and trace.positions
         if self._unplanned == MOST_UNPLANNED or blind:
-            why = trace.why_unobserved or "each called regions, or sizes, that none had before"
+            why = trace.why_unobserved or "each one called new regions or had new sizes"
             self._warn_once(
                 "blind" if blind else "unplanned",
-                f"{plural(max(self._unplanned, 1), 'step')} in a row followed plans that leave the "
-                "least memory, whatever the time, and may exceed the budget: "
+                f"{plural(max(self._unplanned, 1), 'step')} in a row followed the plans of least "
+                "memory, which are slower, and may exceed the budget: "
                 f"{why}{self._captured_in_pieces()}",
             )
 
@@ -153,9 +155,9 @@ class RegionWarnings:
         """Warn that the backward of a watched step was not observed."""
         self._warn_once(
             "backward",
-            "what a step takes in its backward, between regions, could not be measured: "
-            f"{trace.why_unobserved}. It is assumed to be what its forward "
-            f"took{self._captured_in_pieces()}",
+            "the memory of code between regions could not be measured in the backward: "
+            f"{trace.why_unobserved}. It is assumed to equal that of the "
+            f"forward{self._captured_in_pieces()}",
         )
 
     def warn_breaks(self, profile: StepProfile) -> None:
@@ -178,16 +180,16 @@ class RegionWarnings:
             most = format_bytes(max(nbytes for _, nbytes, _ in same))
             lines.append(f"  {times}{format_seconds(seconds_s)}, {most}: {why}")
         self._warn(
-            f"a step runs {plural(len(profile.calls), 'graph')}, each planned for what else is "
-            "held. What comes after each is not planned: the seconds it takes, in both directions, "
-            "and its bytes:\n" + "\n".join(lines)
+            f"a step runs {plural(len(profile.calls), 'graph')} that are planned together. The "
+            "code after each of them is not planned. Its seconds in both directions, its bytes, "
+            "and the reason why the graph ends:\n" + "\n".join(lines)
         )
 
     def _captured_in_pieces(self) -> str:
         """Return the user's lines at which the model breaks, as part of a message."""
         lines = sorted(self.breaks or ())
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
-        return f" (captured in pieces: {'; '.join([*lines[:MOST_LINES], *more])})" if lines else ""
+        return f" (graph breaks: {'; '.join([*lines[:MOST_LINES], *more])})" if lines else ""
 
     def _warn_once(self, what: str, message: str) -> None:
         if what not in self._warned:

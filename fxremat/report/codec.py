@@ -244,14 +244,16 @@ def unpack(kind: str, data: bytes) -> dict[str, Any]:
     except FormatError:
         raise
     except (OSError, EOFError, zlib.error) as error:
-        raise FormatError(f"it is damaged: {error}") from error
+        raise FormatError(f"the file is damaged: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"it is no JSON: {error}") from error
+        raise FormatError(f"the file is not valid JSON: {error}") from error
     if not isinstance(found, dict) or found.pop("format", None) != f"fxremat {kind}":
-        raise FormatError(f"it is no {kind} of fxremat")
+        raise FormatError(f"the file is not a {kind} of fxremat")
     version = found.pop("version", None)
     if version != VERSION:
-        raise FormatError(f"it is of format {version!r:.20}, this fxremat reads format {VERSION}")
+        raise FormatError(
+            f"the file has format {version!r:.20}, but this version of fxremat reads {VERSION}"
+        )
     return found
 
 
@@ -266,7 +268,7 @@ def _unzipped(data: bytes) -> bytes:
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
         text = file.read(most + 1)
     if len(text) > most:
-        raise FormatError(f"{len(data)} bytes unpack to more than {most}, which no plan does")
+        raise FormatError(f"{len(data)} bytes unpack to more than {most}, more than any plan has")
     return text
 
 
@@ -307,8 +309,8 @@ def write_made(what: str, path: str | os.PathLike[str], make: Callable[[], bytes
         write_whole(file, make())
     except (OSError, ValueError) as error:  # ValueError: a number that JSON does not have
         raise PlanError(
-            f"the {what} cannot be written to {file}: {error}. Give the path of a file in a "
-            "folder that exists and that this user can write to"
+            f"the {what} cannot be written to {file}: {error}. Pass the path of a file in an "
+            "existing folder that this user can write to"
         ) from error
 
 
@@ -321,4 +323,6 @@ def path_of(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(os.fsdecode(path))
     except TypeError as error:
-        raise PlanError(f"the path of a plan is {path!r}: give text or a pathlib.Path") from error
+        raise PlanError(
+            f"the path of a plan must be a str or a pathlib.Path, but got {path!r}"
+        ) from error

@@ -1,4 +1,4 @@
-"""What a step would take of a device, for people and for programs."""
+"""Estimates of the memory and time of a training step, as text and as data."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from fxremat.report.memory import Kind
 from fxremat.report.plan import Plan
 from fxremat.units import Counted, format_bytes, format_seconds
 
-LossOf = Literal["own", "told", "unknown"]
-"""Which loss is counted: the model's own, that of ``loss=``, or one that nobody told of."""
+LossOf = Literal["own", "given", "unknown"]
+"""The loss that is counted: the model's, that of ``loss=``, or an assumed one."""
 
-LIBRARIES, CACHE, LATER = "libraries", "cache of the allocator", "what later steps hold"
+LIBRARIES, CACHE, LATER = "libraries", "allocator cache", "held by later steps"
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A plan that was made and followed on a CUDA device, or on what stands in for one.
+    """Measurements of a plan that was followed on a CUDA device or on a stand-in for one.
 
     Attributes:
-        device: its name.
-        plan: what was followed, in that of some steps which took most.
-        allocated_bytes: most that torch's allocator has handed out.
-        reserved_bytes: most that it has taken of the device, beginning with nothing cached.
-        budget_on: which of them the budget is for.
-        planned_s: until the plan was there.
-        seconds: in all.
+        device: name of the device.
+        plan: the plan that was followed, as of the step with the highest peak.
+        allocated_bytes: maximum bytes that torch's allocator handed out.
+        reserved_bytes: maximum bytes that it reserved, starting with an empty cache.
+        budget_on: which of the two the budget limits.
+        planned_s: seconds that planning took.
+        seconds: seconds that planning and all steps took.
     """
 
     device: str
@@ -41,33 +41,35 @@ class Verified:
 
     @property
     def peak_bytes(self) -> int:
-        """Of what the budget is for."""
+        """The measured peak in the bytes that the budget limits."""
         return self.allocated_bytes if self.budget_on == "allocated" else self.reserved_bytes
 
     @property
     def holds(self) -> bool:
-        """Whether the budget was kept to."""
+        """Whether the measured peak is within the budget."""
         return self.peak_bytes <= self.plan.budget_bytes
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Estimate:
-    """What a training step would take, found from shapes alone.
+    """Estimated memory and time of a training step, computed from shapes.
 
     Attributes:
-        device: name of the device that it was estimated for.
-        kept: the plan that keeps everything: its peak, its seconds, the frontier.
-        budget_bytes: the budget that was asked for; ``None``: none was.
-        plan: the fastest within the budget; ``None``: there is none, or no budget.
-        batches: the sizes of the batch that fit the budget; ``None``: none does, or nobody asked.
-        workspace_bytes: part of every peak: set aside for what operations take of memory while
-            they run, which no shape tells.
-        library_bytes: part of every peak, too: what libraries hold from their first call on.
-        memory_bytes: of the device; ``None``: it is not known.
-        optimizer: name of the class whose state is counted; ``None``: none was named, none is.
-        loss: ``"own"``: the model returns its loss; ``"told"``: what ``loss=`` takes is counted;
-            ``"unknown"``: nobody told, and as much is set aside as a cross entropy takes.
-        verified: the plan as it was followed here; ``None``: nobody asked.
+        device: name of the device.
+        kept: the plan that keeps everything. It has the peak, the seconds and the frontier.
+        budget_bytes: the budget in bytes, or ``None`` if none was given.
+        plan: the fastest plan within the budget, or ``None`` if none fits or no budget was given.
+        batches: the sizes of the batch that fit the budget, or ``None`` if none fits or ``dim``
+            was not given.
+        workspace_bytes: bytes in every peak that are set aside for workspaces of operations,
+            whose size does not follow from shapes.
+        library_bytes: bytes in every peak that libraries hold from their first call on.
+        memory_bytes: size of the device's memory in bytes, or ``None`` if it is unknown.
+        optimizer: name of the optimizer class whose state is counted, or ``None`` if none is.
+        loss: the loss that is counted: ``"own"`` if the model returns it, ``"given"`` if it is
+            that of ``loss=``, or ``"unknown"``, for which the memory of a cross entropy is set
+            aside.
+        verified: measurements of the plan on this machine, or ``None`` without ``verify=True``.
     """
 
     device: str
@@ -99,27 +101,28 @@ class Estimate:
 
     @property
     def frontier(self) -> Frontier:
-        """The least step time at every budget, by recomputation alone."""
+        """The least step time at every budget, with recomputation only."""
         return self.kept.frontier
 
     @property
     def fits(self) -> bool:
-        """Whether some plan keeps to the budget; without one, to the device's memory."""
+        """Whether some plan fits the budget or, without a budget, the device's memory."""
         limit = self.budget_bytes or self.memory_bytes
         return limit is None or self.least_budget_bytes <= limit
 
     def at_peak(self, plan: Plan) -> dict[str, int]:
-        """Return the bytes at the peak of a plan by what they are held for; they sum up to the
-        peak.
+        """Return the bytes held at the peak of a plan by purpose. They add up to the peak.
 
-        That of ``kept`` is the peak of the usual loop: what its later steps hold, and the first one
-        does not, is one of them.
+        The peak of ``kept`` is that of the usual loop, so it has one more entry: the bytes that
+        later steps hold and the first one does not.
 
         Args:
             plan: ``kept`` or ``plan``.
 
-        Returns bytes by name, such as ``"parameters"``, ``"activations"`` or ``"workspaces"``;
-        ``"beside the step"`` is a loss's target, and tensors of the model that no graph reads.
+        Returns:
+            Bytes by name, such as ``"parameters"``, ``"activations"`` or ``"workspaces"``. The
+            target of a loss and tensors of the model that no graph reads are
+            ``"beside the step"``.
         """
         found = {kind.value: nbytes for kind, nbytes in plan.memory.at_peak().items()}
         found[Kind.OTHER.value] -= self.workspace_bytes + self.library_bytes
@@ -189,12 +192,13 @@ class Estimate:
         ]
         fits = "fits" if self.fits else "does not fit"
         if self.budget_bytes is not None:
-            rows.append(("the budget", self.budget_bytes, fits))
+            rows.append(("budget", self.budget_bytes, fits))
         elif self.memory_bytes is not None:
-            rows.append(("memory of the device", self.memory_bytes, fits))
+            rows.append(("device memory", self.memory_bytes, fits))
         if self.plan is not None:
-            rows.append(("a plan within it", self.plan.counted_bytes, _step(self.plan.predicted_s)))
-        lines = [f"a training step on {self.device}, from shapes alone"]
+            time = _step(self.plan.predicted_s)
+            rows.append(("plan within budget", self.plan.counted_bytes, time))
+        lines = [f"training step on {self.device}, estimated from shapes"]
         for what, nbytes, more in rows:
             lines.append(f"  {what:<22} {format_bytes(nbytes):>11}   {more}")
         if self.batches is not None:
@@ -209,25 +213,26 @@ class Estimate:
         return [
             *lines,
             *self._counted(),
-            "seconds, and what libraries hold, are by the device's figures: compare plans by them",
+            "Seconds and library memory are computed from the device's figures: use them to "
+            "compare plans.",
         ]
 
     def _counted(self) -> list[str]:
         """Return a table of what is held at the peaks, and what was assumed of it."""
         plans = [self.kept] if self.plan is None else [self.kept, self.plan]
-        heads = ("all kept", "the plan")[: len(plans)]
+        heads = ("all kept", "plan")[: len(plans)]
         always = (Kind.GRADIENTS.value, Kind.OPTIMIZER.value)
         notes = {
             Kind.GRADIENTS.value: (
-                f"{format_bytes(self.kept.memory.most_bytes(Kind.GRADIENTS))} at the most"
+                f"at most {format_bytes(self.kept.memory.most_bytes(Kind.GRADIENTS))}"
             ),
-            Kind.OPTIMIZER.value: self.optimizer or "none was named: optimizer=, --optimizer AdamW",
+            Kind.OPTIMIZER.value: self.optimizer or "none given (optimizer=, --optimizer AdamW)",
             Kind.LOSS.value: {
-                "own": "the model returns it",
-                "told": "as loss= takes",
-                "unknown": "as a cross entropy's: loss=, --loss",
+                "own": "returned by the model",
+                "given": "given by loss=",
+                "unknown": "assumed: a cross entropy (loss=, --loss)",
             }[self.loss],
-            Kind.WORKSPACES.value: "set aside: no shape tells" if self.workspace_bytes else "",
+            Kind.WORKSPACES.value: "set aside" if self.workspace_bytes else "",
         }
         rows = [f"{'  at the peak':<26}" + "".join(f"{head:>12}" for head in heads)]
         columns = [self.at_peak(plan) for plan in plans]
@@ -239,11 +244,11 @@ class Estimate:
         return rows
 
     def show(self) -> str:
-        """Print the estimate as a table; returns the text that was printed."""
+        """Print the estimate as a table, and return the printed text."""
         text = "\n".join(self.lines())
         print(text)
         return text
 
 
 def _step(seconds: float) -> str:
-    return f"{format_seconds(seconds)} a step"
+    return f"{format_seconds(seconds)} per step"

@@ -1,4 +1,4 @@
-"""What plans say of units of operations, and beside CP-SAT."""
+"""Facts of plans about single operations, and the comparison with CP-SAT."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Operations that an emitted graph calls as one: compiled, or computed in parts of their rows.
+    """Operations that an emitted graph calls as one unit, compiled or in parts of their rows.
 
     Attributes:
-        name: in emitted code.
-        operations: what it computes, in order.
-        calls: how often a step runs it.
-        parts: in which each call computes it, one after the other.
+        name: name of the unit in emitted code.
+        operations: names of its operations, in order.
+        calls: number of calls in a step.
+        parts: number of parts that each call computes, one after the other.
     """
 
     name: str
@@ -25,10 +25,10 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """An operation of which a policy, or a tag in the model, decided what becomes of its results.
+    """An operation for which a policy, or a tag in the model, decided what happens to its results.
 
     Attributes:
-        stage: the stage that computes it.
+        stage: index of the stage that computes it.
         operation: its name in the captured graph.
         answer: ``"keep"``, ``"recompute"`` or ``"offload"``.
         by: ``"policy"`` or ``"tag"``.
@@ -42,18 +42,19 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class CrossCheck:
-    """A plan's seconds beside those of the fastest schedule that CP-SAT finds for its stages.
+    """The seconds of a plan, compared with those of the fastest schedule that CP-SAT finds.
 
-    CP-SAT looks at memory-persistent schedules of the plan's chain within its budget, by the bytes
-    and seconds of ``plan.costs``. Those bytes are estimates of whole stages, while a plan is
-    evaluated operation by operation: a schedule that is found may not quite fit, and a plan may be
-    faster. So the gap says how far planner and solver are apart, not that such a plan exists.
+    CP-SAT searches memory-persistent schedules of the plan's chain within its budget, with the
+    bytes and seconds of ``plan.costs``. These bytes are estimates of whole stages, while a plan is
+    evaluated operation by operation. So a schedule of CP-SAT may not quite fit, and a plan may be
+    faster. The gap measures the distance between planner and solver, and does not imply that a
+    faster plan exists.
 
     Attributes:
         plan_s: seconds of a step that follows the plan.
-        seconds: of a step by the schedule that was found; ``None``: there is none.
-        proven: whether CP-SAT proved that none of those schedules is faster.
-        why_not: why nothing was found; empty if something was.
+        seconds: seconds of a step that follows CP-SAT's schedule, or ``None`` if there is none.
+        proven: whether CP-SAT proved that no such schedule is faster.
+        why_not: reason why there is no schedule; empty if there is one.
     """
 
     plan_s: float
@@ -63,5 +64,5 @@ class CrossCheck:
 
     @property
     def gap(self) -> float | None:
-        """By what share of ``seconds`` the plan takes longer; negative where it is faster."""
+        """The extra time of the plan as a share of ``seconds``; negative if the plan is faster."""
         return self.plan_s / self.seconds - 1 if self.seconds else None

@@ -1,4 +1,4 @@
-"""Curves of a model: the least step time at every budget, and the batches that fit one."""
+"""Curves of a model: the least step time at every budget, and the batches that fit a budget."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fxremat.errors import BudgetError
 from fxremat.units import bytes_in, format_bytes, format_seconds
 
 SHOWN = 8
-"""Points of a frontier that are shown, evenly among all: a screenful."""
+"""The number of points that a frontier displays, spread evenly."""
 
 WIDTH = 100
-"""Columns of a table where the output is no terminal."""
+"""The width of a table in columns if the output is not a terminal."""
 
 
 def _figure() -> tuple[Any, Any]:
@@ -25,7 +25,7 @@ def _figure() -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
-        raise ImportError("drawing needs matplotlib: pip install 'fxremat[plot]'") from error
+        raise ImportError("plotting requires matplotlib: pip install 'fxremat[plot]'") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(alpha=0.3)
@@ -34,11 +34,11 @@ def _figure() -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """A plan that no other beats in both peak and time.
+    """A plan that no other plan beats in both peak and time.
 
     Attributes:
-        peak_bytes: the exact peak of a step.
-        predicted_s: seconds of a step.
+        peak_bytes: the exact peak of a step in bytes.
+        predicted_s: predicted seconds of a step.
     """
 
     peak_bytes: int
@@ -47,10 +47,10 @@ class FrontierPoint:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The least step time at every budget, by recomputation alone: no transfers are in it.
+    """The least step time at every budget, with recomputation only and no transfers.
 
     Attributes:
-        points: by ascending peak and descending time; the last one recomputes nothing.
+        points: points by ascending peak and descending time. The last one recomputes nothing.
     """
 
     points: tuple[FrontierPoint, ...]
@@ -62,30 +62,31 @@ class Frontier:
 
     @property
     def baseline(self) -> FrontierPoint:
-        """The point of the step with everything kept: the highest peak, the least time."""
+        """The point of the step with everything kept: the highest peak and the least time."""
         return self.points[-1]
 
     def at(self, budget: int | str) -> FrontierPoint | None:
-        """Return the fastest step within a budget; ``None`` below the least feasible one.
+        """Return the fastest point within a budget, or ``None`` below the least feasible budget.
 
         Args:
             budget: bytes as an int, or as text such as ``"6 GiB"``.
 
         Raises:
-            BudgetError: it is no number of bytes.
+            BudgetError: ``budget`` is not a number of bytes.
         """
         nbytes = bytes_in(budget)
         if nbytes is None:
             raise BudgetError(
-                f"budget is {budget!r}, a {type(budget).__name__}: a frontier is asked for bytes, "
-                "as '6 GiB' or an int"
+                f"budget must be bytes, as '6 GiB' or an int, but got {budget!r} of type "
+                f"{type(budget).__name__}"
             )
         within = [point for point in self.points if point.peak_bytes <= nbytes]
         return within[-1] if within else None
 
     def rows(self) -> tuple[tuple[str, str, str], ...]:
-        """Return peak, seconds, and seconds beyond everything kept, of some points from least to
-        most.
+        """Return the rows of a table of some points, by ascending peak.
+
+        Each row has the peak, the seconds, and the seconds relative to everything kept.
         """
         last, kept_s = len(self.points) - 1, self.baseline.predicted_s or 1.0
         places = sorted({round(i * last / (SHOWN - 1)) for i in range(SHOWN)})
@@ -99,23 +100,24 @@ class Frontier:
         )
 
     def __repr__(self) -> str:
-        """Return some of the points; all of them are in ``points``."""
+        """Return a table of some of the points."""
         count = len(self.points)
         rows = "\n".join(f"  {peak:>11} {time:>8} {more:>7}" for peak, time, more in self.rows())
         return (
-            f"Frontier of {count} plan{'s' * (count != 1)}: budget, step, and beyond everything "
-            f"kept\n{rows}\n  more: points, at(budget_bytes), plot(path)"
+            f"Frontier of {count} plan{'s' * (count != 1)}: budget, step time, and time over "
+            f"everything kept\n{rows}\n  more: points, at(budget_bytes), plot(path)"
         )
 
     def _repr_html_(self) -> str:
         """Return a table of some points for a notebook."""
-        heads = "".join(f"<th>{name}</th>" for name in ("budget", "step", "beyond everything kept"))
+        names = ("budget", "step time", "over everything kept")
+        heads = "".join(f"<th>{name}</th>" for name in names)
         rows = ("".join(f"<td>{text}</td>" for text in row) for row in self.rows())
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         return f"<table><tr>{heads}</tr>{body}</table>"
 
     def plot(self, path: str | Path) -> None:
-        """Draw the curve into a file (PNG, SVG or PDF, by its suffix).
+        """Plot the frontier to a file (PNG, SVG or PDF, by its suffix).
 
         Raises:
             ImportError: matplotlib is not installed (``pip install fxremat[plot]``).
@@ -128,7 +130,7 @@ class Frontier:
         axes.plot(mib[-1:], more[-1:], "o", label="nothing recomputed")
         axes.axvline(mib[0], linestyle=":", color="gray")
         axes.set_xlabel("budget (MiB)")
-        axes.set_ylabel("predicted step time beyond no recomputation (%)")
+        axes.set_ylabel("predicted step time over no recomputation (%)")
         axes.set_title(f"least feasible: {format_bytes(self.least_budget_bytes)}")
         axes.legend()
         figure.savefig(path)
@@ -148,9 +150,9 @@ class BatchPoint:
     """One size of the batch that fits the budget.
 
     Attributes:
-        size: of the dimension that was asked for: the samples of one step.
-        least_bytes: the least budget, in bytes, within which a step of it was found to fit.
-        predicted_s: seconds of a step of this size within the budget, as predicted.
+        size: size of the batch dimension, that is the number of samples of a step.
+        least_bytes: the least budget in bytes that a step of this size fits.
+        predicted_s: predicted seconds of a step of this size within the budget.
     """
 
     size: int
@@ -159,18 +161,18 @@ class BatchPoint:
 
     @property
     def seconds_a_sample(self) -> float:
-        """Predicted seconds of a step, divided by its samples."""
+        """Predicted seconds of a step divided by its number of samples."""
         return self.predicted_s / self.size
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Batches:
-    """Sizes of a batch that fit a byte budget, as :func:`fxremat.max_batch` finds them.
+    """Sizes of a batch that fit a byte budget, as returned by :func:`fxremat.max_batch`.
 
     Attributes:
-        budget_bytes: the budget, in bytes.
-        name: the dimension that was asked for, named as ``args[0].shape[0]``.
-        points: by ascending size, the largest that fits at the end.
+        budget_bytes: the budget in bytes.
+        name: name of the batch dimension, such as ``args[0].shape[0]``.
+        points: points by ascending size. The last one is the largest size that fits.
     """
 
     budget_bytes: int
@@ -184,7 +186,7 @@ class Batches:
 
     @property
     def fastest(self) -> BatchPoint:
-        """The point with the most samples a second, as predicted."""
+        """The point with the most samples per second, as predicted."""
         return min(self.points, key=lambda point: point.seconds_a_sample)
 
     def __repr__(self) -> str:
@@ -194,7 +196,7 @@ class Batches:
         )
 
     def show(self) -> str:
-        """Print the points; returns what was printed, without colours.
+        """Print the points as a table, and return the printed text without colors.
 
         Raises:
             ImportError: rich is not installed.
@@ -203,7 +205,7 @@ class Batches:
         from fxremat.console import SIMPLE_HEAD, Table, show  # noqa: PLC0415
 
         table = Table(box=SIMPLE_HEAD, title=repr(self))
-        for name in (self.name, "least budget", "step", "a sample", ""):
+        for name in (self.name, "least budget", "step time", "per sample", ""):
             table.add_column(name, justify="left" if not name else "right")
         for point in self.points:
             marks = [
@@ -221,7 +223,7 @@ class Batches:
         return "\n".join(line.rstrip() for line in show(table, width=WIDTH).splitlines())
 
     def plot(self, path: str | Path) -> None:
-        """Draw least bytes and seconds a sample over the size (PNG, SVG or PDF, by the suffix).
+        """Plot least bytes and seconds per sample over the size (PNG, SVG or PDF, by the suffix).
 
         Raises:
             ImportError: matplotlib is not installed (``pip install fxremat[plot]``).
@@ -235,5 +237,5 @@ class Batches:
         axes.set_ylabel("least budget (MiB)")
         other = axes.twinx()
         other.plot(sizes, [1e3 * p.seconds_a_sample for p in self.points], "s--", color="C1")
-        other.set_ylabel("predicted milliseconds a sample", color="C1")
+        other.set_ylabel("predicted milliseconds per sample", color="C1")
         figure.savefig(path)

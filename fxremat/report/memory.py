@@ -1,4 +1,4 @@
-"""Which tensors a step holds, from which instant to which, and the areas that show them."""
+"""The tensors that a step holds at each instant, and the areas that display them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxremat.report.modules import blocks_of, named, span
 
 
 class Kind(Enum):
-    """What memory is held for, in the order in which areas lie on each other."""
+    """The purpose of memory, in the order in which areas are stacked."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -30,15 +30,16 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A storage, a workspace, or several tensors of one kind that are there all the time.
+    """A storage, a workspace, or several tensors of one kind that are held throughout.
 
     Attributes:
-        name: of the tensor that it was made for.
-        nbytes: its size.
-        kind: what it is for.
-        stage: which stage makes it; -1: none.
-        operation: what makes it, e.g. ``"addmm"``.
-        module: where in the model that is, e.g. ``"blocks.3.mlp"``; empty where nobody knows.
+        name: name of the tensor that it was allocated for.
+        nbytes: size in bytes.
+        kind: its purpose.
+        stage: index of the stage that allocates it; -1 for none.
+        operation: name of the operation that allocates it, such as ``"addmm"``.
+        module: path of the module that runs the operation, such as ``"blocks.3.mlp"``; empty if
+            unknown.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A tensor that is held from the instant ``begin`` on, until right before ``end``."""
+    """The interval in which a tensor is held: from instant ``begin`` on, before instant ``end``."""
 
     tensor: int
     begin: int
@@ -60,13 +61,13 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Memory of a step call by call, without saying what it is.
+    """Memory of a step by call, without its purpose.
 
     Attributes:
-        seconds: of each call.
-        peaks_bytes: most that is held during each.
+        seconds: seconds of each call.
+        peaks_bytes: maximum bytes held during each call.
         turn: index of the first call of the backward.
-        turn_bytes: most that is held between forward and backward.
+        turn_bytes: maximum bytes held between forward and backward.
     """
 
     seconds: tuple[float, ...]
@@ -77,18 +78,18 @@ class Outline:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Memory of a step, instant by instant.
+    """Memory of a step by instant.
 
-    A new instant begins with each call, where memory is taken after some was given back, and once
-    the call is done: the most that is held at any time is held at one of them.
+    A new instant begins with each call, with the first allocation after a deallocation, and at the
+    end of a call. The maximum at any time is held at one of these instants.
 
     Attributes:
-        tensors: what is held.
-        lives: when, by ascending ``begin``.
-        calls: the first instant of each call, in the order of the plan's timeline.
-        turn: the instant between forward and backward.
-        end: the instant after the last call.
-        modules: of each stage, where in the model its operations are.
+        tensors: the tensors.
+        lives: intervals in which they are held, by ascending ``begin``.
+        calls: first instant of each call, in the order of the plan's timeline.
+        turn: instant of the loss point, between forward and backward.
+        end: instant after the last call.
+        modules: for each stage, the path of the module of its operations.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -100,11 +101,11 @@ class StepMemory:
 
     @property
     def count(self) -> int:
-        """Of instants."""
+        """The number of instants."""
         return self.end + 1 if self.lives else 0
 
     def held_bytes(self, lives: tuple[Life, ...] | None = None) -> tuple[int, ...]:
-        """Return the bytes that ``lives`` hold at each instant; ``None``: all lives."""
+        """Return the bytes that ``lives`` hold at each instant, by default all lives."""
         changes = [0] * (self.count + 1)
         for life in self.lives if lives is None else lives:
             changes[life.begin] += self.tensors[life.tensor].nbytes
@@ -112,15 +113,15 @@ class StepMemory:
         return tuple(accumulate(changes[:-1]))
 
     def spans(self) -> Iterator[range]:
-        """Yield the instants of each call; at the last of them it is done."""
+        """Yield the instants of each call. The call is done at the last of them."""
         for first, after in zip(self.calls, (*self.calls[1:], self.end), strict=True):
             yield range(first, self.turn if first < self.turn < after else after)
 
     def times(self, timeline: Timeline) -> tuple[float, ...]:
-        """Return the seconds at which each instant begins, spread evenly over its call.
+        """Return the time in seconds at which each instant begins, spread evenly over its call.
 
         Args:
-            timeline: of the plan that this is the memory of, predicted or measured.
+            timeline: predicted or measured timeline of the plan that has this memory.
         """
         found = [0.0] * self.count
         runs = [event for event in timeline.events if event.lane is Lane.COMPUTE]
@@ -134,16 +135,16 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes at any instant."""
+        """The maximum number of bytes at any instant."""
         return max(self.held_bytes(), default=0)
 
     def most_bytes(self, kind: Kind) -> int:
-        """Return the most bytes of one kind at any instant."""
+        """Return the maximum number of bytes of one kind at any instant."""
         own = tuple(life for life in self.lives if self.tensors[life.tensor].kind is kind)
         return max(self.held_bytes(own), default=0)
 
     def at_peak(self) -> dict[Kind, int]:
-        """Return the bytes of each kind at the first instant at which most is held."""
+        """Return the bytes of each kind at the first instant with the maximum total."""
         held = self.held_bytes()
         found = dict.fromkeys(Kind, 0)
         if held:
@@ -156,7 +157,7 @@ class StepMemory:
 
 
 MOST_BANDS = 10
-"""Areas of activations: more cannot be told apart."""
+"""The maximum number of areas of activations; more would have indistinguishable colors."""
 
 _COLOURS = {
     Kind.PARAMETERS: "#626a78",
@@ -170,18 +171,20 @@ _COLOURS = {
     Kind.WORKSPACES: "#b98d5f",
     Kind.LOSS: "#7a4f38",
 }
-"""On light and dark ground; activations go from green to blue, what is always there is grey."""
+"""Colors of areas on light and dark background. Activations range from green to blue, and memory
+that is held throughout is gray.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """What is held of one kind, or by the activations of one band.
+    """Memory of one kind, or of the activations of one part of the model.
 
     Attributes:
-        name: for people.
-        kind: of what is held.
-        lives: of the step's memory.
-        colour: of it, as ``"#6f7683"``.
+        name: name to display.
+        kind: purpose of the memory.
+        lives: intervals of its tensors.
+        colour: color, such as ``"#6f7683"``.
     """
 
     name: str
@@ -191,7 +194,7 @@ class Area:
 
 
 def areas_of(memory: StepMemory) -> tuple[Area, ...]:
-    """Return what is held, the lowest area first; none is empty."""
+    """Return the nonempty areas of a step, the lowest first."""
     bands = _bands(memory.modules)
     band_of = {stage: i for i, (_, stages) in enumerate(bands) for stage in stages}
     found: defaultdict[tuple[Kind, int], list[Life]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Names of modules, for people."""
+"""Names of modules for display."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import takewhile
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 BETWEEN = " … "
-"""Between the first and the last of several."""
+"""The text between the first and the last of several names."""
 
 
 def common_module(modules: Iterable[str]) -> str:

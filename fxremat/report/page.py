@@ -18,11 +18,11 @@ from fxremat.report.summary import batch_of, group_regions, summarize
 from fxremat.report.view import StepView, view_of
 
 FOLDER = "html"
-"""Where the parts of the page are."""
+"""The folder with the parts of the page."""
 
 
 def page_with(data: dict[str, Any]) -> str:
-    """Return a page that shows the data its script reads."""
+    """Return a page that displays ``data``."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     page = _part("page.html")
     # Nothing in the data can end the element that it is in.
@@ -40,10 +40,10 @@ def _part(name: str) -> str:
 
 
 def data_of(plan: AnyPlan) -> dict[str, Any]:
-    """Return what the script draws, with bytes and seconds as they are in the plan.
+    """Return the data that the page's script draws, in bytes and seconds.
 
     Raises:
-        PlanError: the plan does not say which tensors are held when.
+        PlanError: the plan has no record of tensors.
     """
     view, (first, *_) = view_of(plan), plans_of(plan)
     is_step = isinstance(plan, StepPlan)
@@ -126,7 +126,7 @@ def _regions(step: StepPlan, view: StepView) -> Iterator[dict[str, Any]]:
 
 
 def notebook_of(plan: AnyPlan) -> str:
-    """Return the summary as a table."""
+    """Return the summary as an HTML table."""
     rows = "".join(
         f'<tr><td style="text-align:left;opacity:.65">{escape(name)}</td>'
         f'<td style="text-align:left">{escape(text)}</td></tr>'

@@ -1,4 +1,4 @@
-"""Plans as users have them: of a step that is one captured graph, and of one that is several."""
+"""Plans of training steps: of one captured graph, and of several."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ _COMMENT = re.compile(r"\s*#.*")
 
 
 class Shown:
-    """The ways to look at a plan, be it of one graph or of several.
+    """Methods that display a plan, whether of one graph or of several.
 
-    Their modules are imported where they are used: a plan is made where nobody looks at it, and
-    rich may be missing.
+    They import their modules only when called, since most plans are never displayed, and rich may
+    be missing.
     """
 
     __slots__ = ()
 
     def explain(self) -> str:
-        """Print the plan as a table, and return what was printed."""
+        """Print the plan as a table, and return the printed text."""
         from fxremat.report.text import print_plan  # noqa: PLC0415
 
         return print_plan(_any(self))
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a page to look at: memory over the step, time, the frontier, every stage.
+        """Write an HTML page with memory and time over the step, the frontier and every stage.
 
-        One file that needs no network. Of a ``StepPlan`` it shows the whole step and every region,
-        and no frontier.
+        The page is one file and needs no network. For a ``StepPlan`` it shows the whole step and
+        every region, without a frontier.
 
         Args:
-            path: of the file; one that is there is replaced.
+            path: path of the file. An existing file is replaced.
 
         Raises:
-            PlanError: the file cannot be written, or the plan was not made of a model.
+            PlanError: the file cannot be written, or the plan was not made from a model.
         """
         from fxremat.report.page import data_of, page_with  # noqa: PLC0415
 
@@ -80,12 +80,12 @@ class Shown:
         """Write the step as a trace for ``chrome://tracing`` and Perfetto.
 
         Args:
-            path: of the file; one that is there is replaced.
-            traced: what ``trace_step`` of the compiled module returned, shown as a second process.
+            path: path of the file. An existing file is replaced.
+            traced: the result of ``trace_step`` of the compiled module, shown as a second process.
 
         Raises:
-            PlanError: the file cannot be written, the plan was not made of a model, or ``traced``
-                is of another plan.
+            PlanError: the file cannot be written, the plan was not made from a model, or ``traced``
+                belongs to another plan.
         """
         from fxremat.report.trace import trace_of  # noqa: PLC0415
 
@@ -110,54 +110,57 @@ class Plan(Shown, Checked):
 
     Attributes:
         budget_bytes: the budget, resolved to bytes.
-        least_budget_bytes: the least budget of the usual loop; of a plan for a later call, of that
-            call.
-        predicted_peak_bytes: the exact peak of the emitted graphs, with all that the
-            promise counts (parameters, gradients, inputs, reserve, …), in blocks as the
+        least_budget_bytes: the least feasible budget of the usual loop in bytes; for the plan of a
+            later call, that of the call.
+        predicted_peak_bytes: the exact peak of the emitted graphs in bytes, with everything that
+            the promise counts (parameters, gradients, inputs, reserve, …), in blocks as the
             device's allocator hands them out.
-        predicted_reserved_bytes: bytes that the allocator has taken from the device at most.
-        predicted_held_bytes: the predicted peak as a sum of tensors and workspaces, whatever their
-            blocks are.
-        predicted_s: seconds of a step, from the measured stages.
-        baseline_peak_bytes, baseline_s: peak and seconds of the step with nothing recomputed, in
-            the same loop; the peak in the bytes that the budget is for, allocated or reserved.
-        lower_bound_s: no schedule of these stages within the budget takes less.
-        local_search_s: seconds by which local search on exact evaluations beat the solvers.
-        host_bytes: bytes of host memory, to which storages travel; the timeline says when.
+        predicted_reserved_bytes: maximum bytes that the allocator reserves from the device.
+        predicted_held_bytes: the predicted peak in bytes as a sum of tensors and workspaces,
+            without rounding to blocks.
+        predicted_s: seconds of a step, computed from the measured stages.
+        baseline_peak_bytes, baseline_s: peak in bytes and seconds of the step with nothing
+            recomputed, in the same loop. The peak is in the bytes that the budget limits.
+        lower_bound_s: lower bound in seconds for all schedules of these stages within the budget.
+        local_search_s: seconds by which local search improved on the solvers' schedules.
+        host_bytes: bytes of host memory that transfers use; the timeline has their times.
         schedule: the operations, in order.
-        held_bytes: for each stage what it keeps from its first forward on beside what the
-            schedule says, as found by local search.
-        timeline: when each operation runs, and the memory held meanwhile.
-        chain, costs: the stages and what they cost.
-        frontier: the least time at every other budget, by recomputation alone.
-        forward_code, backward_code: the emitted graphs as Python.
-        branch_ends: the stages after each branch's last, of branches in branches too, where they
-            meet in a trunk.
-        form: how operations are computed: as they were traced, with inputs of norms rebuilt from
-            outputs (``compile(exact=False)``), or with runs in parts (``compile(split=...)``).
-        budget_on: what all budgets and the frontier are for: ``"allocated"`` bytes or
-            ``"reserved"`` ones.
-        decision: what each stage keeps, and what travels; the schedule has the rest.
-        origin: what the plan holds for; ``None`` for one that was not made of a model.
-        measured: what was measured of the graph; ``None`` for a plan that was not made of a model.
-        beside: what the call that it was made for found beside what every call does, and bytes.
-        usual: what the usual loop holds in later steps beyond what this call did, and bytes.
-        zeros_budget_bytes: the least budget of a loop that sets gradients to zero in place of
-            ``None``; 0: the plan is of a later call.
-        sizes: the sizes that the plan is for, by the names that they have in the code.
-        waiting_bytes: what a step holds between its forward and its backward, without a loss.
-        fused: units that Inductor compiled, and runs of operations that are computed in parts.
-        memory: the tensors that it holds, instant by instant; empty for a plan that was not made
-            of a model.
-        model: class of the model; empty where nobody knows.
-        arguments: tensors of the call that the plan was made for: places, dtypes and shapes.
-        kept: the step with everything kept, for comparison; ``None`` where it is not known.
-        measured_peak_bytes: the peak of the latest step that followed the plan and was watched,
-            counted as ``predicted_held_bytes`` is; ``None``: none was.
-        cross_check: how far CP-SAT is from the plan; ``None`` where nobody asked for it.
-        decided: operations of which the planner did not decide whether their results are kept.
-        forms_left: so many forms of the step, in smaller parts, were not looked at, as
-            ``compile(effort=...)`` was spent.
+        held_bytes: for each stage, the bytes that it keeps from its first forward on in addition
+            to those that the schedule keeps, as chosen by local search.
+        timeline: times of all operations, and the memory held meanwhile.
+        chain, costs: the stages and their costs.
+        frontier: the least time at every other budget, with recomputation only.
+        forward_code, backward_code: the emitted graphs as Python source.
+        branch_ends: for each branch that meets others in a trunk, nested ones included, the stage
+            after its last one.
+        form: how operations are computed: as traced, with inputs of norms rebuilt from outputs, or
+            with runs of operations in parts.
+        budget_on: the bytes that all budgets and the frontier are in, ``"allocated"`` or
+            ``"reserved"``.
+        decision: the storages that each stage keeps, and the transfers. The rest is in the
+            schedule.
+        origin: the step that the plan is valid for, or ``None`` if it was not made from a model.
+        measured: measurements of the graph, or ``None`` if the plan was not made from a model.
+        beside: memory that this call needs in addition to that of every call, such as existing
+            gradients, as pairs of a description and bytes.
+        usual: memory that later steps of the usual loop hold in addition to this call, as pairs of
+            a description and bytes.
+        zeros_budget_bytes: the least budget in bytes of a loop that sets gradients to zero instead
+            of ``None``; 0 for the plan of a later call.
+        sizes: the sizes that the plan is for, by their names in the code.
+        waiting_bytes: bytes that a step holds between its forward and its backward, without a
+            loss.
+        fused: units compiled by Inductor, and runs of operations that are computed in parts.
+        memory: the tensors held at each instant; empty if the plan was not made from a model.
+        model: class name of the model; empty if unknown.
+        arguments: place, and dtype and shape, of each tensor of the call that was planned.
+        kept: the step with everything kept, for comparison, or ``None`` if it is unknown.
+        measured_peak_bytes: peak in bytes of the latest observed step that followed the plan,
+            counted as ``predicted_held_bytes`` is, or ``None`` if none was observed.
+        cross_check: the comparison with CP-SAT, or ``None`` if it was not requested.
+        decided: operations whose results are kept, or not, because of a policy or a tag.
+        forms_left: number of forms of the step in smaller parts that were not searched, because
+            ``effort`` was exhausted.
     """
 
     budget_bytes: int
@@ -202,37 +205,37 @@ class Plan(Shown, Checked):
 
     @property
     def actions(self) -> Schedule:
-        """All that the step does, in order: calls of stages, and transfers where they are issued.
+        """The calls of stages and the transfers of the step, in the order in which they are issued.
 
-        Equal for plans that do the same; ``print`` shows one after the other.
+        Plans that do the same have equal actions. ``print`` shows one line per action.
         """
         return self.timeline.actions(self.decision.moves)
 
     @property
     def counted_bytes(self) -> int:
-        """The predicted peak in the bytes that the budget is for, allocated or reserved."""
+        """The predicted peak in the bytes that the budget limits, allocated or reserved."""
         reserved = self.budget_on == "reserved"
         return self.predicted_reserved_bytes if reserved else self.predicted_peak_bytes
 
     def check_read(self) -> None:
-        """Check that the parts of a plan that was read go together.
+        """Check that the parts of a plan that was read are consistent.
 
         Raises:
-            ValueError: they do not; the message says where.
+            ValueError: the parts are inconsistent; the message says where.
         """
         from fxremat.report.consistent import check_plan  # noqa: PLC0415
 
         check_plan(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan, and the costs that it rests on, into a file.
+        """Write the plan, with the costs that it is based on, to a file.
 
-        ``fxremat.compile(model, sample, plan=path)`` follows it again, without measuring or
-        planning. It is JSON, with gzip where the name ends in ``.gz``; equal plans give equal
-        bytes.
+        ``fxremat.compile(model, sample, plan=path)`` follows it without measuring or planning. The
+        file is JSON, compressed with gzip if its name ends in ``.gz``. Equal plans are written as
+        equal bytes.
 
         Args:
-            path: of the file; one that is there is replaced. Never is it half written.
+            path: path of the file. An existing file is replaced atomically.
 
         Raises:
             PlanError: the file cannot be written.
@@ -242,43 +245,48 @@ class Plan(Shown, Checked):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Return a plan that :meth:`save` wrote; the model is not needed.
+        """Read a plan that :meth:`save` wrote. The model is not needed.
+
+        Args:
+            path: path of the file.
 
         Raises:
-            PlanError: the file cannot be read, is damaged, or holds no plan.
+            PlanError: the file cannot be read, is damaged, or does not contain a plan.
         """
         file = path_of(path)
         try:
             data = file.read_bytes()
         except OSError as error:
             raise PlanError(
-                f"no plan can be read from {file}: {error}. Give the path of a file that "
+                f"cannot read a plan from {file}: {error}. Pass the path of a file that "
                 "Plan.save wrote"
             ) from error
         try:
             return decode(Plan, unpack(KIND, data).get("plan"))
         except FormatError as error:
             raise PlanError(
-                f"{file} holds no plan that can be read: {error}. Plan again, and save that plan"
+                f"{file} does not contain a readable plan: {error}. Plan again, and save the "
+                "new plan"
             ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class RegionRow:
-    """A call of one graph in a step.
+    """One call of a graph in a step.
 
     Attributes:
-        plan: the plan that the call followed; its peaks count what was there beside the graph.
-        module: where in the model the parameters are that it reads; empty where nobody knows.
-        ended_by: the user's line at which capturing ended, and why; empty where that was asked for,
-            or is not known, or the step ends there.
-        held_bytes: bytes that it keeps from its forward to its backward, its outputs included.
-        forward_peak_bytes, backward_peak_bytes: most that the whole step holds while it runs.
-        between_bytes: most bytes that code between its forward and the next one's allocates: beyond
-            what was there when the step began, and what this and earlier regions hold.
-        between_back_bytes: after its backward likewise, gradients that were made included.
-        between_s: seconds between its forward and the next one's, and between their backwards;
-            ``None``: they were not measured, or it is the last.
+        plan: the plan that the call followed. Its peaks include all memory outside the graph.
+        module: the module whose parameters the graph reads; empty if unknown.
+        ended_by: the user's line at which the graph ended, and the reason; empty if ``regions``
+            requested it, if it is unknown, or if the step ends there.
+        held_bytes: bytes that it holds from its forward to its backward, with its outputs.
+        forward_peak_bytes, backward_peak_bytes: maximum bytes that the whole step holds while the
+            graph runs.
+        between_bytes: maximum bytes that code between its forward and the next one allocates, in
+            addition to those of the step's begin and of this and earlier regions.
+        between_back_bytes: the same after its backward, with gradients that were computed.
+        between_s: seconds between its forward and the next one, and between their backwards, or
+            ``None`` if they were not measured or it is the last one.
     """
 
     plan: Plan
@@ -296,20 +304,20 @@ class RegionRow:
 class StepPlan(Shown):
     """The plan of a training step that runs several captured graphs within one byte budget.
 
-    A model that is captured in several graphs has a ``StepPlan``; one that is captured whole has a
-    ``Plan``. Attributes and methods that both classes have bear the same names.
+    A model that is captured as several graphs has a ``StepPlan``; one that is captured as one graph
+    has a ``Plan``. Attributes and methods that both classes have share their names.
 
     Attributes:
-        budget: the budget as it was written, such as ``"6 GiB"``.
+        budget: the budget as given, such as ``"6 GiB"``.
         budget_bytes: the budget in bytes.
-        least_budget_bytes: the least peak of any plans together that were found.
-        baseline_peak_bytes: the peak where every graph keeps everything.
-        predicted_peak_bytes: the peak of these plans, with all that was seen beside them in steps
-            that were watched, in blocks as the device's allocator hands them out.
-        predicted_reserved_bytes: bytes that the allocator has taken from the device at most.
-        measured_peak_bytes: the peak of the latest step that followed these plans and was watched;
-            ``None``: none was.
-        there_bytes: bytes allocated when the step begins, and bytes that are left free.
+        least_budget_bytes: the lowest peak in bytes of any combination of plans.
+        baseline_peak_bytes: the peak in bytes with everything kept in every graph.
+        predicted_peak_bytes: the peak in bytes of these plans, with all other memory of observed
+            steps, in blocks as the device's allocator hands them out.
+        predicted_reserved_bytes: maximum bytes that the allocator reserves from the device.
+        measured_peak_bytes: peak in bytes of the latest observed step that followed these plans,
+            or ``None`` if none was observed.
+        there_bytes: bytes allocated when the step begins, and bytes that are kept free.
         regions: calls of graphs, in the order of their forwards.
     """
 
@@ -325,48 +333,48 @@ class StepPlan(Shown):
 
     @property
     def budget_on(self) -> Counted:
-        """The bytes that all budgets are for: ``"allocated"`` or ``"reserved"`` ones."""
+        """The bytes that all budgets are in, ``"allocated"`` or ``"reserved"``."""
         return self.regions[0].plan.budget_on
 
     @property
     def counted_bytes(self) -> int:
-        """The predicted peak in the bytes that the budget is for, allocated or reserved."""
+        """The predicted peak in the bytes that the budget limits, allocated or reserved."""
         reserved = self.budget_on == "reserved"
         return self.predicted_reserved_bytes if reserved else self.predicted_peak_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory, to which storages of all regions travel."""
+        """Bytes of host memory that transfers of all regions use."""
         return sum(row.plan.host_bytes for row in self.regions)
 
     @property
     def between_s(self) -> float | None:
-        """Seconds between graphs, in both directions; ``None``: they were not measured yet."""
+        """Seconds between graphs in both directions, or ``None`` if they are not measured yet."""
         found = [row.between_s for row in self.regions if row.between_s is not None]
         return sum(found) if found or len(self.regions) == 1 else None
 
     @property
     def predicted_s(self) -> float:
-        """Seconds of all graphs, and between them as far as that was measured.
+        """Predicted seconds of all graphs, and of the code between them as far as it was measured.
 
-        A loss outside the model, and what else comes between the last forward and its backward,
-        are not in it.
+        A loss outside the model, and other code between the last forward and its backward, are not
+        included.
         """
         return sum(row.plan.predicted_s for row in self.regions) + (self.between_s or 0.0)
 
     @property
     def baseline_s(self) -> float:
-        """Predicted seconds of the step with nothing recomputed, between graphs included."""
+        """Predicted seconds with nothing recomputed, and of the code between graphs."""
         return sum(row.plan.baseline_s for row in self.regions) + (self.between_s or 0.0)
 
     @property
     def forward_code(self) -> str:
-        """The forwards of all regions as Python, one after the other; alike ones once."""
+        """The forwards of all regions as Python source, in order; equal ones once."""
         return self._code(range(len(self.regions)), lambda plan: plan.forward_code)
 
     @property
     def backward_code(self) -> str:
-        """The backwards of all regions as Python, the last region's first; alike ones once."""
+        """The backwards of all regions as Python source, last region first; equal ones once."""
         places = range(len(self.regions) - 1, -1, -1)
         return self._code(places, lambda plan: plan.backward_code)
 

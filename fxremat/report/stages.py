@@ -1,4 +1,4 @@
-"""What a plan does with each stage, in figures and in words, and which stages it treats alike."""
+"""The treatment of each stage by a plan, in figures and as text, and groups of equal stages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fxremat.report.plan import Plan
 from fxremat.units import format_bytes, format_seconds
 
 LONGEST_PATTERN = 32
-"""Most groups of stages in a pattern that repeats: a few for each layer of a block."""
+"""The maximum number of groups in a repeating pattern: a few for each layer of a block."""
 
 MOST_ROWS = 40
-"""Rows of a table that a person reads; where there would be more, each block is one."""
+"""The maximum number of rows of a table; if there would be more, each block is one row."""
 
 MOST_NAMES = 2
-"""Operations that are named in a row of a table."""
+"""The maximum number of operations that are named in a row of a table."""
 
 PARTS = 4
-"""Shares of a block that is kept are alike if they round to the same quarter."""
+"""Kept shares of blocks are equal if they round to the same multiple of 1 over this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Run:
     """One forward of a stage.
 
     Attributes:
-        keep: what it leaves in memory.
-        seconds: how long it takes.
-        start: the stage whose held input this run of forwards set out from.
-        rebuilds: the stage's backward is the next operation.
-        executed: False where the emitted graphs leave it out: nobody reads what it gives.
-        option: which save option, 0 for none.
+        keep: the tensors that it leaves in memory.
+        seconds: its duration.
+        start: index of the stage whose kept input this run of forwards begins with.
+        rebuilds: whether the stage's backward is the next operation.
+        executed: False if the emitted graphs omit it because its results are unused.
+        option: number of its save option, 0 for none.
     """
 
     keep: Keep
@@ -49,22 +49,22 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """What happens to one stage in a step.
+    """The treatment of one stage in a step.
 
     Attributes:
-        index: which stage.
+        index: index of the stage.
         forward_s: seconds of its whole forward.
-        boundary_bytes: bytes that cross the cut after it.
-        saved_bytes: bytes that keeping its saved set takes, the boundary included.
-        held_bytes: of ``saved_bytes``, held from its first forward to its backward.
-        single_bytes: of those, kept storage by storage, beside what the schedule keeps.
-        moved_bytes: on the host for a while.
+        boundary_bytes: bytes of the tensors that it passes to later stages.
+        saved_bytes: bytes of its saved set, including the boundary.
+        held_bytes: bytes of ``saved_bytes`` that are held from its first forward to its backward.
+        single_bytes: bytes of these that are kept by storage, in addition to the schedule.
+        moved_bytes: bytes that are on the host for part of the step.
         rebuild_s: seconds that recomputing it once, before its backward, takes.
         rebuilt_s: seconds that its backward spends on rebuilding.
         runs: its forwards, in order.
-        executed: False where the emitted graphs run nothing of it, forward or backward: it
-            may stand for the turn.
-        decided: operations of which the planner did not decide.
+        executed: False if the emitted graphs run nothing of it, forward or backward, as for a stage
+            that represents the loss point.
+        decided: its operations that a policy or a tag decides.
     """
 
     index: int
@@ -92,17 +92,17 @@ class StageReport:
 
     @property
     def is_kept_in_part(self) -> bool:
-        """Whether its backward alone rebuilds what is not held."""
+        """Whether only its backward rebuilds the tensors that are not held."""
         return not self.again and self.rebuilt_s > 0
 
     @property
     def again(self) -> tuple[Run, ...]:
-        """Its recomputations."""
+        """The recomputations of the stage."""
         return tuple(run for run in self.runs[1:] if run.executed)
 
     @property
     def extra_s(self) -> float:
-        """Seconds spent on recomputing it."""
+        """Seconds spent on recomputing the stage."""
         return sum(run.seconds for run in self.again) + self.rebuilt_s
 
 
@@ -147,7 +147,7 @@ def report_stages(plan: Plan) -> tuple[StageReport, ...]:
 
 
 def executed_stages(plan: Plan) -> tuple[StageReport, ...]:
-    """Return reports of the stages of which the emitted graphs run something."""
+    """Return reports of the stages that the emitted graphs run."""
     return tuple(report for report in report_stages(plan) if report.executed)
 
 
@@ -191,7 +191,7 @@ def _runs(plan: Plan) -> list[list[Run]]:
 
 
 def describe(*stages: StageReport) -> str:
-    """Return what happens to a stage, or to several treated alike, as text."""
+    """Return the treatment of a stage, or of several stages with the same treatment, as text."""
     words = _describe_computations(stages[0]) if len(stages) == 1 else _describe_all(stages)
     moved_bytes = sum(stage.moved_bytes for stage in stages)
     return words + f", {format_bytes(moved_bytes)} on the host meanwhile" * (moved_bytes > 0)
@@ -249,7 +249,7 @@ def _sources(stage: StageReport) -> str:
 
 
 def explain(*stages: StageReport) -> str:
-    """Return why it happens as text; of several stages, what all of them take and free."""
+    """Return the reason of the treatment as text, with the totals of several stages."""
     saved, freed = sum(s.saved_bytes for s in stages), sum(s.freed_bytes for s in stages)
     extra_s = sum(stage.extra_s for stage in stages)
     if not any(stage.runs[0].executed for stage in stages):
@@ -259,19 +259,17 @@ def explain(*stages: StageReport) -> str:
             return "keeping it takes no memory"
         rebuild_s = sum(stage.rebuild_s for stage in stages)
         cost = f", {format_seconds(rebuild_s)} to recompute" if rebuild_s else ""
-        return f"room for {format_bytes(saved)}{cost}"
+        return f"takes {format_bytes(saved)}{cost}"
     if not any(stage.again or stage.is_kept_in_part for stage in stages):
         return "its backward needs nothing more"
     cost = f"costs {format_seconds(extra_s)}" if extra_s else "costs no time"
-    return (
-        f"frees {format_bytes(freed)}, {cost}" if freed else f"on the way to later stages, {cost}"
-    )
+    return f"frees {format_bytes(freed)}, {cost}" if freed else f"needed by later stages, {cost}"
 
 
 def deciders(*stages: StageReport) -> str:
-    """Return who decided what becomes of results of stages, and of which: ``"planner"``, or more.
+    """Return who decided about results of stages, and which: ``"planner"``, or more.
 
-    Where an operation is not named, the planner decided.
+    The planner decided about all operations that are not named.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for own in (each for stage in stages for each in stage.decided):
@@ -292,12 +290,12 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StageGroup:
-    """Stages of which the same is done: a row of a table.
+    """Stages with the same treatment: a row of a table.
 
     Attributes:
-        runs: one, or one for each repetition of a pattern. Each is of stages that follow each
-            other, in forward order.
-        module: where in the model they are.
+        runs: one run of consecutive stages, or one for each repetition of a pattern, in forward
+            order.
+        module: path of the module that contains them.
     """
 
     runs: tuple[tuple[StageReport, ...], ...]
@@ -305,12 +303,12 @@ class StageGroup:
 
     @property
     def stages(self) -> tuple[StageReport, ...]:
-        """All of its stages."""
+        """All stages of the group."""
         return tuple(stage for run in self.runs for stage in run)
 
     @property
     def label(self) -> str:
-        """``"3"``, ``"3–14"``, or ``"3, 7 … 43"``."""
+        """The indices as text, such as ``"3"``, ``"3–14"``, or ``"3, 7 … 43"``."""
         names = [span(run[0].index, run[-1].index) for run in self.runs]
         first, last = self.stages[0].index, self.stages[-1].index
         if last - first == len(self.stages) - 1:
@@ -321,12 +319,12 @@ class StageGroup:
 def group_alike(stages: Sequence[StageReport], modules: Sequence[str]) -> tuple[StageGroup, ...]:
     """Return all of ``stages`` in groups, in the order of each group's first one.
 
-    Stages of one block that follow each other are a run if they are treated alike. Where runs
-    repeat in the same order, those at the same place of each repetition are one group.
+    Consecutive stages of one block are a run if their treatment is the same. If runs repeat in the
+    same order, those at the same place of each repetition are one group.
 
     Args:
-        stages: those that run.
-        modules: of each stage, where in the model it is; none if that is not known.
+        stages: the stages that run.
+        modules: path of the module of each stage; empty if unknown.
     """
     blocks = blocks_of(modules) if modules else [""] * (stages[-1].index + 1 if stages else 0)
     groups = _grouped(_alike_runs(stages, blocks), modules)

@@ -1,4 +1,4 @@
-"""A plan in lines: budget, peak, time, what is done for them, and the regions of a step."""
+"""A plan in a few lines: budget, peak, time, the means to reach them, and the regions of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxremat.units import format_bytes, format_seconds, plural
 
 
 def shortly(plan: AnyPlan) -> str:
-    """Return five lines with what a person wants to see of a plan first."""
+    """Return a summary of a plan in five lines."""
     budget, least, predicted, kept = map(
         format_bytes,
         (
@@ -43,12 +43,12 @@ def _what_is_done(*plans: Plan) -> str:
     again = sum(bool(stage.again) or stage.is_kept_in_part for stage in stages)
     done = [f"recomputes {again} of {plural(len(stages), 'stage')}"] if again else []
     moved_bytes = sum(stage.moved_bytes for stage in stages)
-    done += [f"{format_bytes(moved_bytes)} travel to the host"] if moved_bytes else []
+    done += [f"moves {format_bytes(moved_bytes)} to the host"] if moved_bytes else []
     return ", ".join(done) or "keeps everything"
 
 
 def summarize(plan: AnyPlan) -> Iterator[tuple[str, str]]:
-    """Return the subject of each line, and what it says."""
+    """Yield the lines of a summary, each as a subject and a text."""
     step = plan if isinstance(plan, StepPlan) else None
     written = f", written {step.budget!r}" if step and step.budget != step.budget_bytes else ""
     yield "budget", _exactly(plan.budget_bytes) + written
@@ -67,33 +67,33 @@ def summarize(plan: AnyPlan) -> Iterator[tuple[str, str]]:
 
 
 def _of_regions(step: StepPlan) -> Iterator[tuple[str, str]]:
-    between = "between graphs nothing was measured yet"
+    between = "time between graphs is not measured yet"
     if step.between_s is not None:
         between = f"{format_seconds(step.between_s)} of it between graphs"
     yield "predicted time", f"{_compared(step)}; {between}"
     if step.host_bytes:
         yield "host memory", _exactly(step.host_bytes)
     count = len(step.regions)
-    there = _exactly(step.there_bytes)
-    yield "regions", f"{count}, each a graph's call, beside {there} that is there"
+    external = _exactly(step.there_bytes)
+    yield "regions", f"{count}, each one call of a graph; {external} allocated before the step"
 
 
 def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
     for what, nbytes in plan.beside:
-        yield "of that beside", f"{_exactly(nbytes)} for {what}"
+        yield "peak includes", f"{_exactly(nbytes)} for {what}"
     for what, nbytes in plan.usual:
         yield "later steps hold", f"{_exactly(nbytes)} of {what}"
     if plan.zeros_budget_bytes > plan.least_budget_bytes:
         nbytes = plan.zeros_budget_bytes
-        yield "least, if zeroed", f"{_exactly(nbytes)}: gradients set to zero in place of None"
+        yield "least if zeroed", f"{_exactly(nbytes)} if gradients are set to zero, not to None"
     yield "predicted time", _compared(plan)
     yield "lower bound", _bound(plan)
     if plan.forms_left:
         forms = plural(plan.forms_left, "form")
         yield (
             "search",
-            f"cut short: {forms} in smaller parts not looked at, which may take less memory or "
-            "time; a larger effort= looks at more",
+            f"stopped early: {forms} in smaller parts not searched, which may take less memory or "
+            "time; a larger effort= searches more",
         )
     if plan.cross_check is not None:
         yield "cross-check", _checked(plan.cross_check)
@@ -106,18 +106,18 @@ def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
         if plan.form.parts_bytes:
             values.insert(0, f"values of more than {format_bytes(plan.form.parts_bytes)}")
         what = f"{' and '.join(values)} are computed in parts"
-        kept = "with the same bits" if plan.form.exact else "up to rounding"
+        kept = "same bits" if plan.form.exact else "equal up to rounding"
         if plan.form.beside:
-            what += ", gradients of losses with them"
+            what += ", with gradients of losses"
         yield "gradients", f"{kept}: {what}"
     elif not plan.form.exact:
-        yield "gradients", "up to rounding: inputs of norms are rebuilt from outputs"
+        yield "gradients", "equal up to rounding: inputs of norms are rebuilt from outputs"
     if not plan.form.shared:
-        yield "equal operations", "each runs where its result is read: none is held between"
+        yield "equal operations", "each one runs where its result is read, so that none is held"
     units = [own for own in plan.fused if own.parts == 1]
     if units:
         calls = plural(sum(unit.calls for unit in units), "call")
-        yield "kernels", f"Inductor's: {calls} of {plural(len(units), 'unit')}"
+        yield "kernels", f"by Inductor: {calls} of {plural(len(units), 'unit')}"
     stages = executed_stages(plan)
     kinds = len({plan.chain.stages[stage.index].kind for stage in stages})
     again = sum(len(stage.again) + stage.is_kept_in_part for stage in stages)
@@ -130,7 +130,7 @@ def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def batch_of(plan: Plan) -> str:
-    """Return a text with shape and dtype of each tensor of the call that a plan was made for."""
+    """Return the place, dtype and shape of each tensor of the call that was planned, as text."""
     return ", ".join(f"{place}: {tensor}" for place, tensor in plan.arguments)
 
 
@@ -141,7 +141,7 @@ def _where(plan: Plan) -> str:
             stage = -1 if isinstance(event.op, Offload | Free | Prefetch | Wait) else event.op.stage
             module = dict(enumerate(plan.memory.modules)).get(stage)
             return f"during {event.op}" + f", in module {module}" * bool(module)
-    return "outside the stages: at the turn, or when all gradients are there"
+    return "outside the stages: at the loss point, or once all gradients exist"
 
 
 def _compared(plan: AnyPlan) -> str:
@@ -160,7 +160,7 @@ def _bound(plan: Plan) -> str:
     above = plan.predicted_s / plan.lower_bound_s - 1
     text = f"{format_seconds(plan.lower_bound_s)}: this plan is at most {above:.1%} above any other"
     if plan.lower_bound_s == plan.baseline_s < plan.predicted_s:
-        text += "; no better bound is known than nothing recomputed"
+        text += "; no better bound is known than the time without recomputation"
     gained = plan.local_search_s / plan.predicted_s
     if gained >= 0.0005:  # less would read 0.0%
         text += f"; local search gained {gained:.1%}"
@@ -170,8 +170,8 @@ def _bound(plan: Plan) -> str:
 def _checked(check: CrossCheck) -> str:
     """Return the result of CP-SAT, and the gap between it and the plan."""
     if check.seconds is None:
-        return f"none by CP-SAT: {check.why_not}"
-    known = "proven optimal by the stages' costs" if check.proven else "not proven optimal"
+        return f"no result from CP-SAT: {check.why_not}"
+    known = "proven optimal for the stages' costs" if check.proven else "not proven optimal"
     gap = check.gap or 0.0
     far = "as fast" if abs(gap) < 0.0005 else f"{abs(gap):.1%} {'slower' if gap > 0 else 'faster'}"
     return f"{format_seconds(check.seconds)} by CP-SAT, {known}: this plan is {far}"
@@ -182,7 +182,7 @@ def _host(plan: Plan) -> str:
     copies = [event for event in plan.timeline.events if isinstance(event.op, Copy)]
     away = [event for event in copies if event.lane is Lane.D2H]
     return (
-        f"{_exactly(plan.host_bytes)}: {plural(len(away), 'tensor')} there and back in "
+        f"{_exactly(plan.host_bytes)}: {plural(len(away), 'tensor')} copied there and back in "
         f"{format_seconds(sum(event.end_s - event.start_s for event in copies))}, of which the "
         f"step waits for {format_seconds(plan.timeline.idle.total_s)}"
     )
@@ -195,17 +195,17 @@ def _exactly(nbytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RegionGroup:
-    """Regions that follow each other, are planned alike and ended by the same: a row of a table.
+    """Consecutive regions with equal plans and ends: a row of a table.
 
     Attributes:
-        first, last: their numbers, counted from 1.
-        covers: modules of the model that they are of; empty where nobody knows.
-        forward_s: seconds of all their forwards, nothing recomputed.
-        held_bytes: that all of them keep from forward to backward.
-        peak_bytes: most that the step holds while one of them runs, forward or backward.
-        what: their plans do.
+        first, last: numbers of the first and the last region, counted from 1.
+        covers: modules of the model that they cover; empty if unknown.
+        forward_s: seconds of their forwards, with nothing recomputed.
+        held_bytes: bytes that all of them keep from forward to backward.
+        peak_bytes: maximum bytes that the step holds while one of them runs, forward or backward.
+        what: description of their plans.
         ended_by: see :class:`RegionRow`.
-        after: seconds and bytes of what comes after each.
+        after: seconds and bytes of the code that follows each of them.
     """
 
     first: int
@@ -220,12 +220,12 @@ class RegionGroup:
 
     @property
     def label(self) -> str:
-        """``"3"`` or ``"3–14"``."""
+        """The numbers as text, such as ``"3"`` or ``"3–14"``."""
         return span(self.first, self.last)
 
 
 def group_regions(step: StepPlan) -> tuple[RegionGroup, ...]:
-    """Return a group for each region, or run of equal ones, in the order of their forwards."""
+    """Return the regions in groups of consecutive equal ones, in the order of their forwards."""
     groups: list[list[int]] = []
     for place, row in enumerate(step.regions):
         if not groups or not _alike(step.regions[groups[-1][0]], row):

@@ -1,4 +1,4 @@
-"""A plan as text: a summary, and a row for each stage or region, or run of alike ones."""
+"""A plan as text: a summary, and a row for each group of equal stages or regions."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from fxremat.report.summary import RegionGroup, group_regions, summarize
 from fxremat.units import format_bytes, format_seconds
 
 WIDTH = 100
-"""Columns where the output is no terminal, which would have a width of its own."""
+"""The width in columns if the output is not a terminal."""
 
 MODULE_WIDTH, UNIT_WIDTH, COVERS_WIDTH, PLAN_WIDTH, DECIDED_WIDTH = 30, 50, 18, 18, 26
 
 STAGES_LEGEND = (
-    "forward, saved, frees and costs are of all stages of a row; saved: what they hand on and "
-    "what their backwards need; checkpoint: the input is kept, to recompute from; frees: bytes "
-    "not held from forward to backward"
+    "Figures are sums over the stages of a row. saved: outputs, and tensors that the backwards "
+    "need; checkpoint: the input is kept, to recompute from; frees: bytes that are not held from "
+    "forward to backward."
 )
 REGIONS_LEGEND = (
-    "forward and held are of all regions of a row; held: what they keep from forward to backward; "
-    "peak: most that the whole step holds while one of them runs; then: what comes until the next "
-    "one and is not planned, its seconds in both directions and its bytes"
+    "forward and held are sums over the regions of a row. held: bytes kept from forward to "
+    "backward; peak: maximum that the whole step holds while one of them runs; then: code before "
+    "the next region, which is not planned, with its seconds in both directions and its bytes."
 )
 
 
 def print_plan(plan: AnyPlan) -> str:
-    """Print ``plan`` to the console, in ASCII where that is all it can show.
+    """Print ``plan`` to the console, in ASCII if the console cannot show Unicode.
 
-    A stage of which nothing runs has no row. Returns what was printed, without colours.
+    Stages that run nothing have no row.
+
+    Returns:
+        The printed text, without colors.
 
     Raises:
         ImportError: rich is not installed.
@@ -85,7 +88,7 @@ def _regions(step: StepPlan) -> Table:
     for name in ("forward", "held", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("its plan", max_width=PLAN_WIDTH)
-    table.add_column("ended by, and what comes then", overflow="fold")
+    table.add_column("ended by, and code that follows", overflow="fold")
     for group in groups:
         table.add_row(
             group.label,

@@ -1,4 +1,4 @@
-"""A plan as a trace that Chrome and Perfetto show: operations, copies, and counters of memory."""
+"""Traces of a plan for Chrome and Perfetto: operations, copies, and memory counters."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ THREADS = {Lane.COMPUTE: (1, "compute"), Lane.D2H: (2, "to host"), Lane.H2D: (3,
 COUNTERS, REGIONS = 4, 5
 
 WIDTH = 110
-"""Columns of a table where the output is no terminal."""
+"""The width of a table in columns if the output is not a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """A plan's timeline and the measured one: the same events, in the same order.
+    """The predicted timeline of a plan and a measured one, with the same events in the same order.
 
     Attributes:
-        predicted: by the plan.
-        measured: of one step, in seconds since its first computation began. What the
-            allocator held was not measured: bytes are the plan's.
+        predicted: the plan's timeline.
+        measured: timeline of one step, in seconds since its first computation began. The
+            allocator is not measured: bytes are the plan's.
     """
 
     predicted: Timeline
@@ -40,7 +40,7 @@ class StepTrace:
 
     @property
     def overlap(self) -> float:
-        """The part of the time of transfers during which something was computed; 1 if none."""
+        """The share of transfer time that overlaps computation; 1 without transfers."""
         copies = [(e.start_s, e.end_s) for e in self.measured.events if isinstance(e.op, Copy)]
         runs = [(e.start_s, e.end_s) for e in self.measured.events if not isinstance(e.op, Copy)]
         total = sum(end - begin for begin, end in copies)
@@ -52,7 +52,7 @@ class StepTrace:
         return min(hidden / total, 1.0) if total else 1.0
 
     def show(self) -> str:
-        """Print both side by side, a row an event; returns what was printed.
+        """Print both timelines as a table with one row per event, and return the printed text.
 
         Raises:
             ImportError: rich is not installed.
@@ -60,10 +60,10 @@ class StepTrace:
         # Not at import: a step is planned and run without rich.
         from fxremat.console import Table, show  # noqa: PLC0415
 
-        table = Table(title="a step, predicted and measured")
+        table = Table(title="predicted and measured step")
         for name in ("operation", "lane"):
             table.add_column(name, no_wrap=True)
-        for name in ("start", "takes", "really starts", "really takes"):
+        for name in ("start", "duration", "measured start", "measured duration"):
             table.add_column(name, justify="right", no_wrap=True)
         for plan, real in zip(self.predicted.events, self.measured.events, strict=True):
             times = (plan.start_s, plan.end_s - plan.start_s)
@@ -79,14 +79,14 @@ class StepTrace:
 
 
 def trace_of(plan: AnyPlan, traced: StepTrace | None = None) -> str:
-    """Return the trace as JSON, in the format of trace events, by ascending time.
+    """Return the trace as JSON in the trace event format, by ascending time.
 
     Args:
-        plan: what is predicted.
-        traced: what really happened, shown as a second process. Its bytes are the plan's.
+        plan: the predicted step.
+        traced: measured timeline, shown as a second process. Its bytes are the plan's.
 
     Raises:
-        PlanError: the plan does not say which tensors are held when, or ``traced`` is of another.
+        PlanError: the plan has no record of tensors, or ``traced`` belongs to another plan.
     """
     view = view_of(plan)
     events = list(_process(view, view.timeline, view.times_s, PREDICTED, "predicted"))
@@ -96,8 +96,8 @@ def trace_of(plan: AnyPlan, traced: StepTrace | None = None) -> str:
         measured = traced.measured
         if [e.op for e in measured.events] != [e.op for e in view.timeline.events]:
             raise PlanError(
-                f"the step that was traced made {len(measured.events)} calls and copies that are "
-                f"not the {len(view.timeline.events)} of this plan: trace a step that follows it"
+                f"the {len(measured.events)} calls and copies of the traced step are not the "
+                f"{len(view.timeline.events)} of this plan: trace a step that follows it"
             )
         times_s = view.memory.times(measured)
         events += _process(view, measured, times_s, MEASURED, "measured")

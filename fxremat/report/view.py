@@ -1,8 +1,8 @@
-"""A step on one axis of instants: forwards of its graphs in order, then backwards, last one first.
+"""A step on one axis of instants: forwards of its graphs in order, then backwards in reverse.
 
-The plan of each graph says what the step holds while that graph runs, with all that is there beside
-it as one sum. Here that sum is split: what earlier graphs hold, until their own backward begins,
-what was there when the step began, and what else was seen.
+The plan of each graph has all memory outside that graph as one sum. A view splits this sum into the
+memory that earlier graphs hold until their own backward begins, the memory that was allocated when
+the step began, and other memory that was observed.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _GIVEN = (
     Kind.OTHER,
     Kind.GRADIENTS,
 )
-"""Of these, what a graph finds."""
+"""Kinds of memory that exist before a graph runs."""
 
-THERE = "what is there when the step begins"
-BESIDE = "what code between regions holds"
-LATER = "gradients, and what else later backwards left"
+THERE = "allocated before the step"
+BESIDE = "held by code between regions"
+LATER = "gradients, and results of later backwards"
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """What a step does and holds over time.
+    """The operations and the memory of a step over time.
 
     Attributes:
-        memory: what it holds, instant by instant; where there are several graphs, modules are
-            named after their region's number.
-        timeline: what happens when; stages are numbered through all graphs.
-        times_s: at which each instant of the memory begins.
-        stages: reports of those that run.
-        stage_names: names of all.
-        kept: the step with everything kept; ``None`` where it is not known.
-        first_stages: number of each graph's first stage.
-        spans_s: begin and end of each region's forward, and of its backward; none for a plan of one
-            graph.
+        memory: memory by instant. With several graphs, modules are named after the number of their
+            region.
+        timeline: times of all operations. Stages are numbered through all graphs.
+        times_s: time in seconds at which each instant of the memory begins.
+        stages: reports of the stages that run.
+        stage_names: names of all stages.
+        kept: the step with everything kept, or ``None`` if it is unknown.
+        first_stages: index of each graph's first stage.
+        spans_s: begin and end of each region's forward, and of its backward; empty for a plan of
+            one graph.
     """
 
     memory: StepMemory
@@ -60,18 +60,17 @@ class StepView:
 
 
 def view_of(plan: AnyPlan) -> StepView:
-    """Return one view of a step, whether of one graph or of several.
+    """Return the view of a step, whether of one graph or of several.
 
-    What comes between two graphs is one instant in either direction. Of its seconds half are
-    taken to pass in each.
+    Code between two graphs is one instant in either direction, with half of its seconds.
 
     Raises:
-        PlanError: a plan does not say which tensors are held when.
+        PlanError: a plan has no record of tensors.
     """
     if not all(own.memory.count for own in plans_of(plan)):
         raise PlanError(
-            "this plan does not say which tensors are held when, as it was not made of a model: "
-            "take the plan of what compile() returns"
+            "this plan has no record of the tensors held at each instant, because it was not "
+            "made from a model. Use the plan of a module that fxremat.compile returned"
         )
     names = tuple(stage.name for own in plans_of(plan) for stage in own.chain.stages)
     if isinstance(plan, StepPlan):

@@ -18,7 +18,7 @@ from fxremat.runtime.lease import Lease
 from fxremat.runtime.memory import Block, Lent, file_memory, folder_of, pinned_memory
 from fxremat.runtime.streams import PinnedBlock, StreamLease
 from fxremat.runtime.worker import WorkerLease
-from fxremat.units import format_bytes
+from fxremat.units import format_bytes, plural
 
 
 class HostLimit:
@@ -135,16 +135,15 @@ class HostLimit:
         others = len(self.blocks)
         if not others:
             return (
-                f"the plan needs {format_bytes(asked)} ({asked} bytes) of host memory, "
-                f"HostMemory(limit=) allows {format_bytes(limit)} ({limit}). Raise it, or plan "
-                "within it"
+                f"the plan needs {format_bytes(asked)} ({asked} bytes) of host memory, but "
+                f"HostMemory(limit=) allows {format_bytes(limit)} ({limit}). Raise the limit, or "
+                "plan again with it"
             )
         return (
-            f"a step begins while {others} others are not finished, so that "
-            f"{format_bytes(asked)} ({asked} bytes) of host memory are needed; "
-            f"HostMemory(limit=) allows {format_bytes(limit)} ({limit}). Raise it, or finish or "
-            "drop earlier steps first: what was computed and is still held keeps its step's host "
-            "memory"
+            f"a step begins before {plural(others, 'earlier step')} finished, which requires "
+            f"{format_bytes(asked)} ({asked} bytes) of host memory, but HostMemory(limit=) allows "
+            f"{format_bytes(limit)} ({limit}). Raise the limit, or finish or drop earlier steps "
+            "first: outputs that are still held keep the host memory of their step"
         )
 
 
@@ -244,7 +243,7 @@ class Arena:
         if self._forked and self._device.type == "cuda":
             raise TransferError(
                 f"a step begins in a forked child of the process that compiled the model for "
-                f"{self._device}: CUDA does not work there. Start workers by 'spawn', or compile "
+                f"{self._device}, where CUDA does not work. Start workers with 'spawn', or compile "
                 "the model in the child"
             )
         block, view = self._limit.lend(self)

@@ -272,7 +272,7 @@ class Gradients:
                 raise BackwardError(
                     f"the parameter of shape {tuple(now.shape)} got another gradient from outside "
                     "the compiled model after its post-accumulate hooks had run, for the first "
-                    "time: its hooks have seen only a part of the gradient. Repeat the step; from "
+                    "time: its hooks received only a part of the gradient. Repeat the step; from "
                     "now on they run once the gradient is complete"
                 )
 

@@ -105,13 +105,13 @@ def file_memory(nbytes: int, *, folder: str) -> mmap.mmap:
     except (OSError, ValueError, OverflowError) as error:
         many = getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
         remedy = (
-            "Let the process open more files (ulimit -n), or close some"
+            "Allow the process to open more files (ulimit -n), or close some"
             if many
-            else "Choose a folder with HostMemory(folder=), or keep less there with its limit="
+            else "Choose another folder with HostMemory(folder=), or a lower HostMemory(limit=)"
         )
         raise HostMemoryError(
-            f"host memory of {format_bytes(nbytes)} cannot be had as a file in {folder}: {error}. "
-            + remedy,
+            f"cannot allocate {format_bytes(nbytes)} of host memory as a file in {folder}: "
+            f"{error}. {remedy}",
             asked_bytes=nbytes,
         ) from error
 
@@ -194,8 +194,8 @@ def _cuda_runtime() -> Any:
 
 def _no_pinned_memory(nbytes: int, why: str) -> HostMemoryError:
     return HostMemoryError(
-        f"pinned host memory of {format_bytes(nbytes)} cannot be had: {why}. "
-        "Keep less in host memory with HostMemory(limit=)",
+        f"cannot allocate {format_bytes(nbytes)} of pinned host memory: {why}. "
+        "Use less with HostMemory(limit=)",
         asked_bytes=nbytes,
     )
 

@@ -161,8 +161,9 @@ class Step:
         step: Step | None = getattr(token, "step", None) or _by_number.get(int(token))
         if step is None:
             raise BackwardError(
-                "what the forward of a compiled step had saved is gone: hooks on saved tensors "
-                "gave back a copy of another step's. Leave the compiled model out of them"
+                "the tensors saved by the forward of a compiled step were freed: hooks on saved "
+                "tensors returned a copy of another step's. Do not use such hooks for the compiled "
+                "model"
             )
         return step
 
@@ -175,8 +176,8 @@ class Step:
         saved = self._saved
         if saved is None:
             raise BackwardError(
-                "the backward of a compiled step runs a second time, and what its forward had "
-                "saved is gone: call backward(retain_graph=True) the first time"
+                "the backward of a compiled step runs a second time, but the tensors saved by its "
+                "forward were freed: call backward(retain_graph=True) the first time"
             )
         versions = torch_compat.versions_of(saved)
         if versions != self._versions:
@@ -186,7 +187,8 @@ class Step:
                 "one of the variables needed for gradient computation has been modified by "
                 f"an inplace operation: a tensor of shape {tuple(tensor.shape)} and "
                 f"{tensor.dtype} that the backward of a compiled step reads is at version "
-                f"{now}, its forward left it at {version}. Write to it after the backward"
+                f"{now}, but was at version {version} after its forward. Write to it after the "
+                "backward"
             )
         if torch_compat.keeps_graph():
             return list(saved)

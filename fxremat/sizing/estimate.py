@@ -265,8 +265,8 @@ def _batches(
     except SizesError as error:
         raise SizesError(
             error.found,
-            "dim= captures all sizes at once, which this model does not let it: leave it "
-            "out, and estimate a sample of each size by itself",
+            "dim= captures all sizes at once, which this model does not support. Omit it, "
+            "and estimate a sample of each size separately",
         ) from None
     graph.release()  # it is captured for its other sizes
     batching = Batching(
@@ -290,4 +290,4 @@ def _name_of(optimizer: Optimizer) -> str:
 
 
 def _loss_of(loss: LossOfOutputs | None) -> LossOf:
-    return "unknown" if loss is None else "own" if loss is own_loss else "told"
+    return "unknown" if loss is None else "own" if loss is own_loss else "given"

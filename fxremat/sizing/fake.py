@@ -68,8 +68,8 @@ class FakeCopies:
         if id(value) not in self._known:
             if value.layout is not torch.strided:
                 raise SampleError(
-                    f"a tensor of shape {tuple(value.shape)} is of layout {value.layout}: only "
-                    "dense tensors can be estimated, give it as one"
+                    f"a tensor of shape {tuple(value.shape)} has layout {value.layout}, but only "
+                    "dense tensors can be estimated: pass a dense tensor"
                 )
             made = torch_compat.fake_copy(value, self.mode, self._storages, HOME)
             self._known[id(value)] = value, made  # it must live: ids are used again

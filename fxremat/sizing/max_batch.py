@@ -52,7 +52,8 @@ class NamedDim(NamedTuple):
 
     def refuse(self, why: str) -> ArgumentError:
         """Return an error that says why the dimension cannot vary."""
-        return ArgumentError(f"dim is {self.written!r}: {why}", argument="dim", value=self.written)
+        message = f"dim is {self.written!r}, but {why}"
+        return ArgumentError(message, argument="dim", value=self.written)
 
 
 def read_dim(model: nn.Module, sample: Sample, dim: Any) -> NamedDim:
@@ -65,7 +66,8 @@ def read_dim(model: nn.Module, sample: Sample, dim: Any) -> NamedDim:
     argument, number = dim if isinstance(dim, tuple) and len(dim) == 2 else (None, dim)
     if not _is_number(number) or not (argument is None or isinstance(argument, (int, str))):
         raise ArgumentError(
-            f"dim is {dim!r}: must be an int, or a pair of an argument's index or name and an int",
+            "dim must be an int, or a pair of an argument's index or name and an int, but got "
+            f"{dim!r}",
             argument="dim",
             value=dim,
         )
@@ -77,7 +79,7 @@ def read_dim(model: nn.Module, sample: Sample, dim: Any) -> NamedDim:
             return NamedDim(place, index, tensor.shape[index], dim)
     known = ", ".join(f"{place} of shape {tuple(tensor.shape)}" for place, tensor in places)
     raise ArgumentError(
-        f"dim is {dim!r}: the sample has no such dimension; its tensors are {known}",
+        f"dim is {dim!r}, but the sample has no such dimension; its tensors are {known}",
         argument="dim",
         value=dim,
     )
@@ -107,7 +109,9 @@ def read_most(most: object) -> int:
         return MOST_SIZE
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise ArgumentError(
-            f"most is {most!r}: must be an int of at least 1, or None", argument="most", value=most
+            f"most must be an int of at least 1, or None, but got {most!r}",
+            argument="most",
+            value=most,
         )
     return most
 
@@ -155,8 +159,8 @@ class Batching:
         known, hints = self.graph.dimensions, self.graph.sizes.hints
         if not any(d.place == asked.place and d.dim == asked.dim for d in known):
             raise asked.refuse(
-                f"{asked.name}, {asked.size} in the sample, does not vary: the model takes only "
-                "this size, or does not use the argument; a sample's sizes must be at least 2"
+                f"{asked.name}, {asked.size} in the sample, does not vary: the model accepts only "
+                "this size, or does not use the argument; sizes in a sample must be at least 2"
             )
         group = tuple(d for d in known if hints[d.symbol] == asked.size)
         places = [d.place for d in group]
@@ -164,8 +168,8 @@ class Batching:
             if places.count(dimension.place) > 1:
                 tied = " and ".join(d.name for d in group if d.place == dimension.place)
                 raise asked.refuse(
-                    f"{tied} are both {asked.size} in the sample, and sizes that are equal there "
-                    "vary together: give a sample in which they differ"
+                    f"{tied} are both {asked.size} in the sample, and equal sizes vary together: "
+                    "pass a sample in which they differ"
                 )
         return group
 
@@ -263,7 +267,7 @@ class Batching:
         smallest = self._taken(group).start
         least = rough_least_bytes(self.graph, self._usual_at(group, smallest))
         return BudgetError(
-            f"no size fits {self.budget_bytes} bytes: where {group[0].name} is {smallest} the "
+            f"no size fits {self.budget_bytes} bytes: if {group[0].name} is {smallest}, the "
             f"least feasible budget is {least} bytes ({format_bytes(least)}). Give at least that",
             least_budget_bytes=least,
         )

@@ -70,7 +70,7 @@ def missing_compiler(device: torch.device) -> str | None:
     try:
         get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError):
-        return "there is no C++ compiler (g++, clang, or what CXX names)"
+        return "there is no C++ compiler (g++, clang, or the one that CXX names)"
     return None
 
 

@@ -173,7 +173,7 @@ class Training:
             PlanError: no call was planned.
         """
         if self.latest is None:
-            raise PlanError("no step is planned yet: the first training call is")
+            raise PlanError("no step is planned yet: run a training step first")
         return record_of(self.loop, *self.latest)
 
     @property
@@ -233,8 +233,8 @@ class Training:
         option = "plan=" if self.saved_plan else several
         if option:
             raise CaptureError(
-                f"this model is captured in several graphs ({broken}), and {option} is for one. "
-                f"Leave {option} out, or take what breaks the graph out of the forward"
+                f"this model is captured as several graphs ({broken}), but {option} requires one. "
+                f"Omit {option}, or move the code that breaks the graph out of the forward"
             )
 
     def detaches_more_than(self, before: Training) -> bool:

@@ -125,7 +125,7 @@ def test_steps_over_budget_need_a_warning_by_their_end():
 def test_the_least_is_what_an_error_names_or_a_warning_says_would_do():
     refused = row(failed="BudgetError: 9", least_budget_bytes=9)
     assert named_bytes(refused) == 9
-    warned = [[0, "BudgetWarning", "a budget of 5 would do"], [1, "BudgetWarning", "took 7"]]
+    warned = [[0, "BudgetWarning", "a budget of 5 suffices"], [1, "BudgetWarning", "took 7"]]
     assert named_bytes(row(warnings=warned)) == 5
     assert named_bytes(row()) is None
 

@@ -177,9 +177,7 @@ class Broken(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            *(m for _ in range(6) for m in (nn.Linear(64, 64), nn.GELU()))
-        )
+        self.layers = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(64, 64), nn.GELU())))
 
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
@@ -197,7 +195,7 @@ def test_a_budget_that_constraints_of_a_region_do_not_fit_says_what_they_cost():
     assert "constraints" not in str(free.value)
     least = free.value.least_budget_bytes
     assert least is not None
-    with pytest.raises(fxremat.BudgetError, match=f" {least} bytes would be enough") as caught:
+    with pytest.raises(fxremat.BudgetError, match=f" {least} bytes suffice") as caught:
         train(400_000, answering("keep", GELU))
     assert caught.value.least_budget_bytes is not None
     assert caught.value.least_budget_bytes > least

@@ -86,7 +86,7 @@ def test_it_is_shown_side_by_side():
     text = call.trace_step(step).show()
     assert "D2H" in text
     assert "B 3" in text
-    assert "really takes" in text
+    assert "measured duration" in text
 
 
 def test_two_steps_are_refused():

@@ -112,7 +112,7 @@ def test_a_share_that_is_too_small_is_answered_with_one_that_is_not(full_bytes, 
     sizes = {"full_bytes": full_bytes, "least_bytes": least_bytes, "needed_by": str}
     with pytest.raises(BudgetError) as caught:
         Budget.read(0.01).resolve(**sizes)
-    found = re.search(r"at least (0?\.?[0-9.]+), that is", str(caught.value))
+    found = re.search(r"at least (0?\.?[0-9.]+), which is", str(caught.value))
     assert found
     share = float(found[1])
     assert Budget.read(share).resolve(**sizes) >= least_bytes

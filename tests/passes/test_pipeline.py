@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -142,13 +141,13 @@ def test_a_pass_is_added_after_the_first_of_a_name() -> None:
 @pytest.mark.parametrize(
     ("name", "after", "words"),
     [
-        ("own", "bild", "after is 'bild': must be one of launches"),
-        ("fuse", "build", "name is 'fuse'"),
+        ("own", "bild", "after must be one of launches.*, but got 'bild'"),
+        ("fuse", "build", "name must be another one.*, but got 'fuse'"),
     ],
 )
 def test_a_pass_that_cannot_be_added_is_refused(name: str, after: str, words: str) -> None:
     before = [*PASSES]
-    with pytest.raises(ArgumentError, match=re.escape(words)):
+    with pytest.raises(ArgumentError, match=words):
         add_pass(Pass(name, same), after=after)
     assert before == PASSES
 

@@ -120,7 +120,7 @@ def test_who_agrees_on_something_else_is_named() -> None:
 
     for error in outcomes(run).values():
         assert isinstance(error, RankError) and error.ranks == (5,)
-        assert "goes on to agree on apples, rank 3 on pears" in str(error)
+        assert "an agreement on apples, but rank 3 for one on pears" in str(error)
 
 
 def asked(budget: Any, ranks: Ranks | None = None, **options: Any) -> Arguments:
@@ -145,7 +145,7 @@ def test_other_options_are_refused_and_host_memory_is_shared_out() -> None:
     errors = outcomes(lambda peers, rank: agreed_arguments(peers, asked(1.0, strict=rank == 8)))
     for error in errors.values():
         assert isinstance(error, RankError) and error.ranks == (8,)
-        assert "rank 8 was asked for strict=True, rank 3 for strict=False" in str(error)
+        assert "rank 8 has strict=True, but rank 3 has strict=False" in str(error)
     lent = asked(1.0, offload=fxremat.HostMemory("auto", limit=900))
     for own in outcomes(lambda peers, _: agreed_arguments(peers, lent)).values():
         assert own.host.limit_bytes == 300  # all are on this machine
@@ -190,7 +190,7 @@ def test_other_steps_are_refused() -> None:
 
     for error in outcomes(run).values():
         assert isinstance(error, RankError) and error.ranks == (5,)
-        assert "on it input 0 is float32[3], rank 3's was float32[2]" in str(error)
+        assert "input 0 is float32[3], rank 3's was float32[2]" in str(error)
 
 
 def test_other_numbers_of_threads_are_refused_with_what_sets_them() -> None:
@@ -378,7 +378,7 @@ def test_ranks_that_cannot_be_read(given: dict[str, Any]) -> None:
 def test_ranks_as_they_are_read() -> None:
     ranks = Ranks([2, 0, 2], timeout=timedelta(minutes=1))
     assert ranks.members == (0, 2) and ranks.timeout_s == 60.0 and ranks.budgets == "same"
-    with pytest.raises(ArgumentError, match="ranks is 3"):
+    with pytest.raises(ArgumentError, match="but got 3"):
         Arguments.read(1.0, ranks=3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"before torch\.distributed"):
         Peers.of(torch.nn.Linear(1, 1), ranks)

@@ -496,7 +496,7 @@ def test_what_needs_one_graph_is_refused_at_once_where_parameters_are_sharded() 
     try:
         model, x = made()
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(CaptureError, match="in_flight= is for one"):
+        with pytest.raises(CaptureError, match="in_flight= requires one"):
             fxremat.compile(model, x, 1 << 30, in_flight=2)
     finally:
         distributed.destroy_process_group()

@@ -125,7 +125,7 @@ def test_a_limit_is_of_all_regions_together(way: str) -> None:
         options = {"offload": host, "effort": WHOLE, "strict": True}
         model, x, call, limit = compiled_as(way, budget, **options)
         if not enough:
-            with pytest.raises(BudgetError, match=r"limit=\) leaves them \d+ bytes .* would do"):
+            with pytest.raises(BudgetError, match=r"limit=\) allows \d+ bytes .* suffice"):
                 learned(model, call, x)
             continue
         for _ in range(2 * LEARNED):

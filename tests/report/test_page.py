@@ -223,7 +223,7 @@ def test_names_cannot_break_out_of_the_data():
 
 
 def test_a_plan_on_paper_has_no_page(tmp_path: Path):
-    with pytest.raises(PlanError, match="not made of a model"):
+    with pytest.raises(PlanError, match="not made from a model"):
         plan_of(everything_kept(2), stages=2).save_html(tmp_path / "plan.html")
     assert not list(tmp_path.iterdir())
 

@@ -30,7 +30,7 @@ def _told(text: str, stages: int = 4):
 def test_kept_stages_say_what_they_take_and_what_they_spare():
     story = report_stages(plan_of(everything_kept(2), stages=2))[1]
     assert describe(story) == "kept"
-    assert explain(story) == "room for 4.0 MiB, 2 ms to recompute"
+    assert explain(story) == "takes 4.0 MiB, 2 ms to recompute"
     assert story.freed_bytes == 0
     assert story.again == ()
 

@@ -138,7 +138,9 @@ def test_a_lease_ends_with_the_last_tensor_on_it():
 def test_the_limit_counts_all_steps_that_overlap():
     arena = Arena(8 * KIB, device=CPU, limit=HostLimit(20 * KIB))
     held = [arena.open(), arena.open()]
-    with pytest.raises(HostMemoryError, match=r"while 2 others .* 24.0 KiB .*limit=") as info:
+    with pytest.raises(
+        HostMemoryError, match=r"before 2 earlier steps .* 24.0 KiB .*limit="
+    ) as info:
         arena.open()
     assert info.value.asked_bytes == 24 * KIB
     held.pop()
@@ -163,7 +165,7 @@ def test_arenas_of_a_module_keep_to_one_limit_together():
     small = Arena(4 * KIB, device=CPU, limit=limit)
     large = Arena(12 * KIB, device=CPU, limit=limit)
     used = small.open()
-    with pytest.raises(HostMemoryError, match=r"others .* 24.0 KiB .*limit="):
+    with pytest.raises(HostMemoryError, match=r"earlier steps .* 24.0 KiB .*limit="):
         held = [large.open(), small.open(), small.open()]
     held = [large.open()]
     assert limit.lent_bytes == 16 * KIB
@@ -365,7 +367,7 @@ def test_pinned_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(memory, "_forget_error", lambda device: None)
     device = torch.device("cuda", 0)
-    message = r"pinned host memory of 8.0 KiB cannot be had: .* error 2.*limit="
+    message = r"cannot allocate 8.0 KiB of pinned host memory: .* error 2.*limit="
     with pytest.raises(HostMemoryError, match=message) as info:
         memory.pinned_memory(8 * KIB, device=device)
     assert info.value.asked_bytes == 8 * KIB

@@ -280,7 +280,7 @@ def test_what_is_held_at_a_peak_adds_up_to_it(device: str, counted: str) -> None
         assert peak["libraries"] == found.library_bytes
         assert peak["parameters"] >= parameters
         assert peak["optimizer state"] >= 2 * parameters
-        assert (peak["cache of the allocator"] > 0) == (on == ("H100", "reserved"))
+        assert (peak["allocator cache"] > 0) == (on == ("H100", "reserved"))
     assert least["activations"] < kept["activations"]
     made = found.kept.memory.most_bytes(Kind.GRADIENTS)
     assert parameters <= made
@@ -291,11 +291,11 @@ def test_what_was_assumed_is_told() -> None:
     model, x = mlp(), torch.randn(32, 8)
     bare = fxremat.estimate(model, x)
     assert (bare.optimizer, bare.loss) == (None, "unknown")
-    assert "none was named" in repr(bare)
+    assert "none given" in repr(bare)
     for optimizer in (torch.optim.AdamW, torch.optim.AdamW(model.parameters())):
-        told = fxremat.estimate(model, x, optimizer=optimizer, loss=torch.sum)
-        assert (told.optimizer, told.loss) == ("AdamW", "told")
-        assert "none was named" not in repr(told)
+        given = fxremat.estimate(model, x, optimizer=optimizer, loss=torch.sum)
+        assert (given.optimizer, given.loss) == ("AdamW", "given")
+        assert "none given" not in repr(given)
     own = nn.Sequential(model, nn.Flatten(0), nn.Linear(256, 1))
     assert fxremat.estimate(own, x, loss="own").loss == "own"
 

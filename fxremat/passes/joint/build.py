@@ -67,7 +67,7 @@ def build_joint_graph(
     """
     symbolic = next(filter(is_symbolic, module.graph.nodes), None)
     if symbolic is not None:
-        raise SizesError(f"sizes of {symbolic.name} are symbols, and fxremat plans numbers")
+        raise SizesError(f"sizes of {symbolic.name} are symbols, but fxremat plans fixed sizes")
     _check_flat(module)
     _check_collectives(module.graph)
     graph = fx.Graph()
@@ -147,7 +147,7 @@ def _check_flat(module: fx.GraphModule) -> None:
             raise CaptureError(
                 f"{reader.target} runs a nested graph"
                 f"{torch_compat.described_lines(reader)}\n"
-                "fxremat plans flat graphs: take control flow (torch.cond, while_loop, scan, …) "
+                "fxremat plans flat graphs: move control flow (torch.cond, while_loop, scan, …) "
                 "out of the forward"
             )
 

@@ -19,8 +19,9 @@ from fxremat.passes.joint.graph import JointGraph, is_getitem, tensors_of, value
 from fxremat.passes.joint.user_kernels import runs_once
 
 Answer = Literal["keep", "recompute", "offload"]
-"""``"keep"``: results that the backward reads are saved, and never computed again; ``"recompute"``:
-they are not saved from forward to backward; ``"offload"``: they are saved in host memory."""
+"""``"keep"`` saves the results that the backward reads, and never recomputes them; ``"recompute"``
+does not save them from forward to backward; ``"offload"`` saves them in host memory.
+"""
 
 By = Literal["policy", "tag"]
 """Who decides: the policy that was given, or a tag of selective checkpointing in the model."""
@@ -31,16 +32,17 @@ CONSTRAINT = "fxremat_constraint"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A forward operation, as a policy is asked about it.
+    """A forward operation, as passed to a policy.
 
     Attributes:
         name: its name in the captured graph, such as ``"addmm_3"``.
-        target: the operator, such as ``torch.ops.aten.addmm.default``. Under
+        target: the operator, such as ``torch.ops.aten.addmm.default``. With
             ``executor="inductor"`` operators are decomposed as Inductor decomposes them.
-        module: the path of the module that runs it, such as ``"layers.0.mlp"``; empty where the
-            graph does not have it.
-        shape, dtype: of its result, at the sizes of the capture; of the first of several.
-        nbytes: bytes of all its results, at the sizes of the capture.
+        module: path of the module that runs it, such as ``"layers.0.mlp"``; empty if the graph does
+            not have it.
+        shape, dtype: shape and dtype of its result, or of its first result, at the sizes of the
+            capture.
+        nbytes: total size of its results in bytes, at the sizes of the capture.
     """
 
     name: str
@@ -52,7 +54,9 @@ class Operation:
 
 
 Policy = Callable[[Operation], Answer | None]
-"""Is asked once for each forward operation of a captured graph; ``None``: the planner decides."""
+"""A function that is called once for each forward operation of a captured graph; ``None`` leaves
+the decision to the planner.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +182,14 @@ def _answer(policy: Policy, asked: Operation) -> Answer | None:
         found: object = policy(asked)
     except Exception as error:
         raise ArgumentError(
-            f"policy= fails at {_named(asked)}: {type(error).__name__}: {error}",
+            f"policy= failed for {_named(asked)}: {type(error).__name__}: {error}",
             argument="policy",
             value=policy,
         ) from error
     if found is not None and found not in get_args(Answer):
         raise ArgumentError(
-            f"policy= answers {found!r} for {_named(asked)}: must be 'keep', 'recompute', "
-            "'offload', or None where the planner decides",
+            f"policy= returned {found!r} for {_named(asked)}, but must return 'keep', 'recompute', "
+            "'offload', or None to let the planner decide",
             argument="policy",
             value=found,
         )
@@ -197,13 +201,13 @@ def _check(found: Constraint, asked: Operation, node: fx.Node, *, travels: bool)
     who = "policy=" if found.by == "policy" else "a tag of selective checkpointing"
     if found.answer == "offload" and not travels:
         raise ArgumentError(
-            f"{who} offloads {_named(asked)}, but nothing may travel: give offload='auto'",
+            f"{who} offloads {_named(asked)}, but offload=False: pass offload='auto'",
             argument="policy",
             value=found.answer,
         )
     if found.answer == "recompute" and runs_once(node):
         raise ArgumentError(
-            f"{who} recomputes {_named(asked)}, a kernel of yours that may give other bits the "
+            f"{who} recomputes {_named(asked)}, a custom kernel that may give other bits the "
             "second time: keep it, or let the planner decide",
             argument="policy",
             value=found.answer,

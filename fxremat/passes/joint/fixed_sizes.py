@@ -196,8 +196,8 @@ class _Copier:
                 names = names_in(args)
                 return Scale(evaluated(Scale(0.0, text, names), names), text, names)
         raise SizesError(
-            f"{node.name} ({node.target}) computes {number} from sizes: only whole numbers, and "
-            "sums, products and quotients of them, may follow these"
+            f"{node.name} ({node.target}) computes {number} from sizes, but only integers, and "
+            "sums, products and quotients of integers, may depend on sizes"
             f"{torch_compat.described_lines(node)}"
         )
 
@@ -207,8 +207,8 @@ class _Copier:
             return number
         if torch_compat.is_nested_size(number):
             raise CaptureError(
-                f"{node.name} is a nested tensor, whose rows differ in length, and fxremat plans "
-                "dense tensors: compute with its values()"
+                f"{node.name} is a nested tensor, whose rows differ in length, but fxremat plans "
+                "dense tensors only: compute with its values()"
             )
         expression, hint = torch_compat.expression_of(number)
         if hint is None:
@@ -216,8 +216,7 @@ class _Copier:
             raise CaptureError(
                 f"the sizes {number} computed by {maker.target} depend on data"
                 f"{torch_compat.described_lines(maker)}\n"
-                "fxremat plans shapes that are known beforehand: replace the data-dependent "
-                "operation"
+                "fxremat plans fixed shapes: replace the data-dependent operation"
             )
         if expression not in self.numbers:
             self.numbers[expression] = self._named(number, expression, hint)
@@ -253,8 +252,8 @@ class _Copier:
         missing = [name for name in self.hints if name not in sources]
         if missing:
             raise SizesError(
-                f"{', '.join(missing)} of this step is not a dimension of an input, which its "
-                "sizes could be read from"
+                f"the size {', '.join(missing)} of this step is not a dimension of an input, so "
+                "it cannot be read at a call"
             )
         return Sizes(
             tuple(self.hints),

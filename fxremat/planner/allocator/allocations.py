@@ -53,8 +53,8 @@ def settings_of(device: torch.device) -> AllocatorSettings | None:
     snapshot = torch_compat.allocator_settings()
     if snapshot is None:
         LOG.warning(
-            "the allocator of %s is not torch's: its blocks are assumed to be as large as asked "
-            "for, rounded up to 512 bytes, and all that it reserves to be handed out",
+            "the allocator of %s is not torch's. It is assumed to round blocks up to 512 bytes, "
+            "and to hand out all memory that it reserves",
             device,
         )
         return None

@@ -217,8 +217,8 @@ class Transfers:
         if limited is not None:
             return limited
         if not self.host.only:
-            return "what neither travels nor is recomputed"
-        return "what cannot travel: it is read by neighbouring operations, or held by others"
+            return "storages that are neither moved nor recomputed"
+        return "storages that cannot be moved, since neighboring operations read them or hold them"
 
     def _describe_limit(self) -> str | None:
         """Describe how much host memory would lower the least budget, if the limit prevents it."""
@@ -231,9 +231,9 @@ class Transfers:
             return None
         taken = min(sum(slot_bytes(m.nbytes) for m in base.moves(least) or ()) for base in best)
         return (
-            f"what HostMemory(limit=) keeps on the device: it allows {limit} bytes "
+            f"storages that HostMemory(limit=) keeps on the device: it allows {limit} bytes "
             f"({format_bytes(limit)}) of host memory, and with {taken} ({format_bytes(taken)}) "
-            f"{least} bytes ({format_bytes(least)}) of the device would do"
+            f"{least} bytes ({format_bytes(least)}) of the device suffice"
         )
 
     def fastest_within(self, budget_bytes: int) -> Candidate:

@@ -54,7 +54,7 @@ function showFigures() {
   ];
   if (plan.measured_peak_bytes)
     figures.splice(1, 0, ["measured peak", bytes(plan.measured_peak_bytes), "measured_peak_bytes",
-      "of the step watched last"]);
+      "of the latest observed step"]);
   if (plan.host_bytes) figures.push(["host memory", bytes(plan.host_bytes), "host_bytes", ""]);
   element("figures").replaceChildren();
   for (const [name, text, field, note] of figures) {
