@@ -167,8 +167,8 @@ def _slowest_step(steps: Mapping[int, _Step]) -> _Step:
         then = replace(one.origin, code=one.structure_digest)
         for difference in differences(then, own, of=f"rank {first}'s"):
             raise RankError(
-    "setting policy": "Give all processes a policy= with the same answers",
-    "setting": "Set it to the same value in all processes before compiling, for example with "
+                f"rank {rank} has captured another step than rank {first}: {difference}. "
+                + _remedy_of(difference),
                 ranks=(rank,),
             )
     costs = RecordedCosts.slowest([step.costs for step in steps.values()])
