@@ -209,7 +209,7 @@ def grow_smaller(graph: Graph, context: StepContext, below_bytes: int, *, needed
 def _has_large_loss(graph: Graph, context: StepContext, traced: Pool) -> bool:
     """Return whether a loss's gradient takes a good part of what a step allocates."""
     loss_bytes = largest_gradient_bytes(traced.search.measured.line.joint)
-    own_bytes = traced.full_bytes - graph.given_bytes(context)
+    own_bytes = traced.full_bytes - graph.held(context).given_bytes
     return graph.options.effort.large_loss * loss_bytes >= own_bytes
 
 
@@ -236,7 +236,7 @@ def search_next(
         further.left = [*(form for form in others if form not in listed), *left]
     first = replace(context, sizes=graph.sizes.hints)
     is_bound = first == context and not context.existing
-    most_bytes = below_bytes - graph.given_bytes(context) if is_bound else None
+    most_bytes = below_bytes - graph.held(context).given_bytes if is_bound else None
     while further.left:
         form = further.left[0]
         is_new = _add(graph, form, first, needed=needed, below_bytes=most_bytes, below_s=below_s)

@@ -196,7 +196,7 @@ def all_in_flight(graph: Graph, context: StepContext, nbytes: int) -> int:
     count = graph.caller.in_flight
     if count == 1 or context.waiting >= count:
         return nbytes
-    given_bytes = graph.given_bytes(context)
+    given_bytes = graph.held(context).given_bytes
     others_bytes = context.waiting_bytes + context.others_bytes
     alike_bytes = given_bytes - others_bytes + count * (nbytes - given_bytes)
     return max(nbytes, alike_bytes)  # those that wait may hold more than this one
@@ -211,7 +211,7 @@ def share_in_flight(graph: Graph, context: StepContext, budget: TrainingBudget) 
     count = graph.caller.in_flight
     if count == 1 or context.waiting >= count:
         return context
-    given_bytes = graph.given_bytes(context) - context.waiting_bytes
+    given_bytes = graph.held(context).given_bytes - context.waiting_bytes
     if budget.nbytes is None:  # a share of what so many take, or the least of it
         available = pools(graph, context, None)
         nbytes = budget.written.bytes_of(

@@ -161,7 +161,7 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
         candidate.moves,
         roles=graph.roles,
         beside={
-            Kind.GRADIENTS: sum(context.gradient_bytes(graph.joint)),
+            Kind.GRADIENTS: sum(graph.gradient_bytes(context.sizes, context.existing)),
             Kind.OPTIMIZER: graph.optimizer_bytes + context.state_bytes,
             Kind.RESERVE: graph.caller.reserve_bytes,
         },

@@ -84,7 +84,7 @@ def context_to_hold_least_within(
         needed: the call must keep to the budget as it is, whatever searching for a plan takes.
     """
     least = context_to_hold_least(graph, context, host_bytes)
-    given_bytes = graph.given_bytes(least)
+    given_bytes = graph.held(least).given_bytes
     held_bytes = least_bytes(graph, least, None) - given_bytes - least.correction.turn_bytes
     room = Correction(
         more_bytes=held.more_bytes - given_bytes,
