@@ -69,7 +69,7 @@ def first_plan(
         )
         if least and graph.peers is not None:
             # Later plans are each process's: all of them start from the same candidates.
-            ensure_searched(graph, context)
+            ensure_searched(graph, graph.held(context))
     graph.started = True
     budget.accepted |= not least
     if not least:
