@@ -482,10 +482,6 @@ class Graph:
         """Return the variant as it was traced, at sizes ``values``."""
         return self.resized(self.variants[0], values, run=False)
 
-    def joint_at(self, values: Values) -> JointGraph:
-        """Return the traced graph with the storages of sizes ``values``."""
-        return self.traced(values).line.joint
-
     def held(self, context: StepContext) -> ContextBytes:
         """Return what is held at a call in addition to what the graph allocates, in bytes."""
         return context.around(self.traced(context.sizes).base)

@@ -54,7 +54,7 @@ def held_output_bytes(graph: Graph, values: Values) -> int:
 
     One scalar is left out: every plan has room for the last loss.
     """
-    joint = graph.joint_at(values)
+    joint = graph.traced(values).line.joint
     table = joint.storages
     outputs = [joint.forward_outputs[index] for index in graph.made_outputs]
     sizes = [table.total(table.of((own,))) for own in outputs if isinstance(own, fx.Node)]
