@@ -169,7 +169,7 @@ def _learn_held(
             freed.add(kind)
         feedback.changes += 1
     if is_held and assumed_freed:
-        gradient_bytes = sum(context.gradient_bytes(graph.joint))
+        gradient_bytes = sum(graph.gradient_bytes(context.sizes, context.existing))
         nbytes = gradient_bytes if what == GRADIENTS else context.kept_bytes
         if not excess_bytes(nbytes, 0):
             return
@@ -195,8 +195,7 @@ def learn_new_gradients(
     if feedback.new_gradients == (context, new):  # learned already
         return
     feedback.new_gradients = context, new
-    each = [replace(context, existing=frozenset(primals)) for primals in new]
-    nbytes = sum(sum(own.gradient_bytes(graph.joint)) for own in each)
+    nbytes = sum(sum(graph.gradient_bytes(context.sizes, primals)) for primals in new)
     held = graph.held(replace(context, correction=NO_CORRECTION))
     with loop.planning:
         feedback.teach(context, Correction(left_bytes=held.tangent_bytes + nbytes))

@@ -109,7 +109,7 @@ def _plan_for(loop: Loop, graph: Graph, context: StepContext) -> tuple[StepConte
         compiled = _cached(loop, graph, context) or _equivalent(graph, context)
         if compiled is None:
             context, compiled, shortfall = _new_plan(loop, graph, context)
-            _announce(loop, graph, compiled, context, several=False)
+            _announce(loop, graph, compiled, several=False)
             compiled.shortfall = shortfall
             over = compiled.record.counted_bytes > (loop.budget.nbytes or 0)
             if shortfall is None and over:
@@ -287,7 +287,7 @@ def _plan_of_region(
                     regions.give_up_plan()
                     context = regions.unplanned_context(loop, graph, own)
                     compiled = later_plan(graph, context, budget, least=True)
-            _announce(loop, graph, compiled, context, several=True)
+            _announce(loop, graph, compiled, several=True)
         calls.keep(context, compiled)
         calls.follow(context, compiled)
         return context, compiled
@@ -314,11 +314,8 @@ def _failing_together(loop: Loop, regions: Regions) -> Iterator[None]:
 # New plans
 
 
-def _announce(
-    loop: Loop, graph: Graph, compiled: CompiledPlan, context: StepContext, *, several: bool
-) -> None:
+def _announce(loop: Loop, graph: Graph, compiled: CompiledPlan, *, several: bool) -> None:
     """Log a new plan, and free the host memory of plans that it supersedes."""
-    compiled.context = context
     plan = compiled.record
     held = ", ".join(f"{format_bytes(n)} for {what}" for what, n in plan.beside)
     LOG.info(
@@ -329,7 +326,7 @@ def _announce(
         f"; also held: {held}" if held else "",
     )
     # Calls of regions have a correction each: it supersedes nothing.
-    if loop.host is not None and not several and _supersedes(graph, context):
+    if loop.host is not None and not several and _supersedes(graph, compiled.context):
         loop.host.drop_idle()
     if loop.on_new is not None:
         loop.on_new(compiled)

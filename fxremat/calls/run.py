@@ -69,7 +69,6 @@ def plan_first_call(
     if regions.several:
         made = [v for i in graph.signature.gradients if isinstance(v := values[i], Tensor)]
         regions.check_least(loop, graph, own, made)
-    compiled.context = context
     graph.calls.plans[context] = compiled
     return compiled
 

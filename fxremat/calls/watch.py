@@ -68,7 +68,7 @@ def _learn(
         compiled.watches_left = 0
     plan = compiled.record
     held_bytes = plan.predicted_held_bytes
-    planned = PlannedBytes(held_bytes, held_bytes - graph.given_bytes(compiled.context))
+    planned = PlannedBytes(held_bytes, held_bytes - graph.held(compiled.context).given_bytes)
     peak_bytes = learn(loop, graph, context, planned, profile, is_first=is_first)
     if profile.taken_bytes is None:  # another step began before its backward had ended
         loop.check_outside(max(peak_bytes, plan.counted_bytes), planned=True)
@@ -84,7 +84,7 @@ def begin_count(graph: Graph, context: StepContext) -> Count | None:
 
     def held_bytes() -> int:
         """Return what is held throughout, without what a correction says is allocated later."""
-        return graph.given_bytes(context) - graph.late_bytes - context.correction.more_bytes
+        return graph.held(context).given_bytes - graph.late_bytes - context.correction.more_bytes
 
     return Count.begin(graph.device, held_bytes)
 
@@ -117,8 +117,7 @@ def watch_backward(loop: Loop, regions: Regions, graph: Graph, step: Step) -> No
     if watched:
         gone = context.existing - now
         nbytes = [
-            replace(context, existing=those).gradient_bytes(graph.joint)
-            for those in (gone, gone & step.missing)
+            graph.gradient_bytes(context.sizes, those) for those in (gone, gone & step.missing)
         ]
         outputs = [alive.nbytes for alive in step.kept if not alive]
         loop.watcher.back(step, gone=nbytes[0], never=nbytes[1], released=outputs)

@@ -7,7 +7,7 @@ which are duplicated. A variant is the graph rewritten so, and has candidates of
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,9 +26,45 @@ from fxremat.passes.parts.parts import Parts
 from fxremat.passes.split.losses import largest_gradient_bytes
 from fxremat.planner.allocator.allocations import settings_of
 from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.context.context_bytes import ContextBytes
 from fxremat.planner.context.step_context import StepContext
 from fxremat.planner.search.search import Search
 from fxremat.planner.transfers.transfers import HostMemory, Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the candidates for a call depend on beyond the graph: a step context in values.
+
+    Attributes:
+        sizes: the value of each symbol of the graph.
+        held: what is held at these sizes in addition to what the graph allocates.
+        held_at_capture: the same at the sizes of the capture, where each form is searched first.
+        is_at_capture: ``sizes`` are those of the capture.
+        has_gradients, scaled, region: as in the step context.
+    """
+
+    sizes: Values
+    held: ContextBytes
+    held_at_capture: ContextBytes
+    is_at_capture: bool
+    has_gradients: bool
+    scaled: bool
+    region: bool
+
+
+def conditions_of(graph: Graph, context: StepContext) -> Conditions:
+    """Return the conditions of a call."""
+    hints = graph.sizes.hints
+    return Conditions(
+        context.sizes,
+        graph.held(context),
+        graph.held(replace(context, sizes=hints)),
+        is_at_capture=context.sizes == hints,
+        has_gradients=bool(context.existing),
+        scaled=context.scaled,
+        region=context.region,
+    )
 
 
 def allocator_rules(graph: Graph) -> AllocatorSettings | None:
@@ -62,41 +98,40 @@ def _measured_link(graph: Graph, host: HostMemory) -> MeasuredLink:
     return link
 
 
-def ensure_searched(graph: Graph, context: StepContext) -> bool:
+def ensure_searched(graph: Graph, held: ContextBytes) -> bool:
     """Search the variants at the sizes of the capture; return whether none was searched before."""
     were_none = all(own.pool is None for own in graph.variants)
     list_forms(graph)
-    first = replace(context, sizes=graph.sizes.hints)
     for own in graph.variants:
         if own.pool is None:
-            own.pool = searched(graph, own, None, first)
+            own.pool = searched(graph, own, None, held)
     return were_none
 
 
-def search_again(graph: Graph, context: StepContext, *, bits: bool = True) -> list[Pool]:
-    """Search the variants in a context; their later pools look at these candidates, too."""
+def search_again(graph: Graph, call: Conditions, *, bits: bool = True) -> list[Pool]:
+    """Search the variants for a call; their later pools look at these candidates, too."""
     list_forms(graph)
     found = []
-    for own, variant in zip(graph.variants, graph.at(context.sizes, bits=bits), strict=True):
-        pool = searched(graph, variant, own.pool, context)
+    for own, variant in zip(graph.variants, graph.at(call.sizes, bits=bits), strict=True):
+        pool = searched(graph, variant, own.pool, call.held)
         own.learn(pool)
-        if may_follow(graph, context, own.form):
+        if may_follow(graph, call, own.form):
             found.append(pool)
     return found
 
 
-def search_last(graph: Graph, context: StepContext, *, bits: bool) -> None:
-    """Search the variant that was added last in a context."""
-    variant, own = graph.at(context.sizes, bits=bits)[-1], graph.variants[-1]
-    own.learn(searched(graph, variant, own.pool, context))
+def search_last(graph: Graph, call: Conditions, *, bits: bool) -> None:
+    """Search the variant that was added last for a call."""
+    variant, own = graph.at(call.sizes, bits=bits)[-1], graph.variants[-1]
+    own.learn(searched(graph, variant, own.pool, call.held))
 
 
-def searched(graph: Graph, variant: Variant, before: Pool | None, context: StepContext) -> Pool:
+def searched(graph: Graph, variant: Variant, before: Pool | None, held: ContextBytes) -> Pool:
     """Search one variant; ``before`` is its pool at another size."""
     search = Search.over(
         variant.measured,
         variant.blocks,
-        graph.held(context),
+        held,
         progress=graph.progress,
         effort=graph.options.effort,
         allocator=allocator_rules(graph),
@@ -133,14 +168,14 @@ def variants_at(
     return graph.at(sizes, run=False, bits=bits)
 
 
-def may_follow(graph: Graph, context: StepContext, form: Form) -> bool:
+def may_follow(graph: Graph, call: Conditions, form: Form) -> bool:
     """Return whether a call may follow a form where anything else fits.
 
     Exact gradients are not computed with a loss whose gradient is not 1. Of several graphs none is
     in parts that other processes would have to choose as well.
     """
-    by_itself = graph.peers is None or not (context.region and form.has_parts)
-    return by_itself and not (context.scaled and form.beside and form.exact)
+    by_itself = graph.peers is None or not (call.region and form.has_parts)
+    return by_itself and not (call.scaled and form.beside and form.exact)
 
 
 # Further variants
@@ -169,8 +204,9 @@ def list_forms(graph: Graph) -> None:
 
 def grow(graph: Graph, context: StepContext) -> bool:
     """Search the next variant that was not searched; return whether there was one."""
-    ensure_searched(graph, context)
-    return search_unshared(graph, context) or search_next(graph, context)
+    call = conditions_of(graph, context)
+    ensure_searched(graph, call.held_at_capture)
+    return search_unshared(graph, call) or search_next(graph, call)
 
 
 def refuse(graph: Graph, run: Parts) -> None:
@@ -181,45 +217,45 @@ def refuse(graph: Graph, run: Parts) -> None:
     graph.sent.clear()
 
 
-def wants_faster(graph: Graph, context: StepContext, traced: Pool, seconds: float) -> bool:
+def wants_faster(graph: Graph, call: Conditions, traced: Pool, seconds: float) -> bool:
     """Return whether one more variant is searched where a plan takes so many seconds."""
-    if context.region or graph.started:  # in a step nothing is measured that is not needed
+    if call.region or graph.started:  # in a step nothing is measured that is not needed
         return False
     if seconds > graph.options.effort.much_slower * traced.baseline.total_s:
         return True
     has_parts = any(own.form.has_parts for own in graph.variants)
-    return not has_parts and _has_large_loss(graph, context, traced)
+    return not has_parts and _has_large_loss(graph, call, traced)
 
 
 def grow_faster(
-    graph: Graph, context: StepContext, found: list[Pool], budget_bytes: int, below_s: float
+    graph: Graph, call: Conditions, found: list[Pool], budget_bytes: int, below_s: float
 ) -> bool:
     """Search one more variant that may take less than ``below_s``."""
     if below_s > graph.options.effort.much_slower * found[0].baseline.total_s and (
-        search_unshared(graph, context, needed=False)
-        or search_aimed(graph, context, found, budget_bytes, below_s=below_s, needed=False)
+        search_unshared(graph, call, needed=False)
+        or search_aimed(graph, call, found, budget_bytes, below_s=below_s, needed=False)
     ):
         return True
-    return search_next(graph, context, below_s=below_s, needed=False)
+    return search_next(graph, call, below_s=below_s, needed=False)
 
 
-def grow_smaller(graph: Graph, context: StepContext, below_bytes: int, *, needed: bool) -> bool:
+def grow_smaller(graph: Graph, call: Conditions, below_bytes: int, *, needed: bool) -> bool:
     """Search one more variant that may take less than ``below_bytes``."""
-    return search_unshared(graph, context, needed=needed) or search_next(
-        graph, context, below_bytes=below_bytes, needed=needed
+    return search_unshared(graph, call, needed=needed) or search_next(
+        graph, call, below_bytes=below_bytes, needed=needed
     )
 
 
-def _has_large_loss(graph: Graph, context: StepContext, traced: Pool) -> bool:
+def _has_large_loss(graph: Graph, call: Conditions, traced: Pool) -> bool:
     """Return whether a loss's gradient takes a good part of what a step allocates."""
     loss_bytes = largest_gradient_bytes(traced.search.measured.line.joint)
-    own_bytes = traced.full_bytes - graph.given_bytes(context)
+    own_bytes = traced.full_bytes - call.held.given_bytes
     return graph.options.effort.large_loss * loss_bytes >= own_bytes
 
 
 def search_next(
     graph: Graph,
-    context: StepContext,
+    call: Conditions,
     below_bytes: int = MOST_BYTES,
     *,
     needed: bool = True,
@@ -232,18 +268,17 @@ def search_next(
     ``below_s`` with everything kept waits, with all in smaller parts, until memory asks for it.
     """
     further = graph.further
-    if context.scaled and graph.options.split == "exact" and not further.scaled:
+    if call.scaled and graph.options.split == "exact" and not further.scaled:
         further.scaled = True
         left = further.left or []
         listed = [*left, *(own.form for own in graph.variants)]
         others = parted(graph.joint, graph.options.effort.part_shares, exact=True, beside=False)
         further.left = [*(form for form in others if form not in listed), *left]
-    first = replace(context, sizes=graph.sizes.hints)
-    is_bound = first == context and not context.existing
-    most_bytes = below_bytes - graph.given_bytes(context) if is_bound else None
+    is_bound = call.is_at_capture and not call.has_gradients
+    most_bytes = below_bytes - call.held.given_bytes if is_bound else None
     while further.left:
         form = further.left[0]
-        is_new = _add(graph, form, first, needed=needed, below_bytes=most_bytes, below_s=below_s)
+        is_new = _add(graph, form, call, needed=needed, below_bytes=most_bytes, below_s=below_s)
         if is_new is None:
             return False
         further.left.pop(0)
@@ -252,19 +287,18 @@ def search_next(
     return False
 
 
-def search_unshared(graph: Graph, context: StepContext, *, needed: bool = True) -> bool:
+def search_unshared(graph: Graph, call: Conditions, *, needed: bool = True) -> bool:
     """Search the form in which equal operations are computed each by itself."""
     if not graph.further.may_unshare:
         return False
-    first = replace(context, sizes=graph.sizes.hints)
-    is_new = _add(graph, Form(shared=False), first, needed=needed)
+    is_new = _add(graph, Form(shared=False), call, needed=needed)
     graph.further.may_unshare = is_new is None
     return bool(is_new)
 
 
 def search_aimed(
     graph: Graph,
-    context: StepContext,
+    call: Conditions,
     found: list[Pool],
     budget_bytes: int,
     *,
@@ -278,10 +312,10 @@ def search_aimed(
     every form, whichever was faster.
     """
     further = graph.further
-    first = context.sizes == graph.sizes.hints
-    if further.coarse is None or not first or context.region or graph.options.host is not None:
+    may_aim = call.is_at_capture and not call.region and graph.options.host is None
+    if further.coarse is None or not may_aim:
         return False
-    is_loss = _has_large_loss(graph, context, found[0])
+    is_loss = _has_large_loss(graph, call, found[0])
     if is_loss and further.coarse in (further.left or ()):
         return False
     if further.spending.looks(graph.joint, needed=needed, in_step=graph.started) is None:
@@ -301,10 +335,10 @@ def search_aimed(
             pool.form,
             budget_bytes,
             exact=graph.options.split == "exact",
-            beside=not context.scaled,
+            beside=not call.scaled,
             part_bytes=part_bytes,
         )
-        is_new = form is not None and _add(graph, form, context, needed=needed, below_s=below_s)
+        is_new = form is not None and _add(graph, form, call, needed=needed, below_s=below_s)
         further.aims.add((pool.form, is_last))
         if is_new:
             return True
@@ -314,7 +348,7 @@ def search_aimed(
 def _add(
     graph: Graph,
     form: Form,
-    context: StepContext,
+    call: Conditions,
     *,
     needed: bool,
     below_bytes: int | None = None,
@@ -325,7 +359,7 @@ def _add(
     Args:
         graph: the graph, to which the variant is added.
         form: how operations are rewritten.
-        context: the step whose plans are searched.
+        call: the conditions of the call whose plans are searched.
         needed: whether no plan fits without further variants.
         below_bytes: a variant is not searched if its largest operation takes as much; ``None``: it
             is searched in any case.
@@ -352,5 +386,5 @@ def _add(
         further.slow.add(form)
         graph.drop(variant)
         return None
-    variant.pool = searched(graph, variant, None, context)
+    variant.pool = searched(graph, variant, None, call.held_at_capture)
     return True

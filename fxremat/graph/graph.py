@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -487,24 +487,18 @@ class Graph:
         """Return the variant as it was traced, at sizes ``values``."""
         return self.resized(self.variants[0], values, run=False)
 
-    def joint_at(self, values: Values) -> JointGraph:
-        """Return the traced graph with the storages of sizes ``values``."""
-        return self.traced(values).line.joint
-
     def held(self, context: StepContext) -> ContextBytes:
         """Return what is held at a call in addition to what the graph allocates, in bytes."""
-        traced = self.traced(context.sizes)
-        return context.around(traced.base, traced.line.joint)
+        return context.around(self.traced(context.sizes).base)
 
     def described(self, context: StepContext) -> tuple[tuple[str, int], ...]:
         """Return what a call finds and its bytes, for people."""
-        traced = self.traced(context.sizes)
-        return context.described(traced.base, traced.line.joint)
+        return context.described(self.traced(context.sizes).base)
 
-    def given_bytes(self, context: StepContext) -> int:
-        """Return the bytes that are held throughout a call."""
-        traced = self.traced(context.sizes)
-        return context.given_bytes(traced.base, traced.line.joint)
+    def gradient_bytes(self, values: Values, primals: Iterable[int]) -> list[int]:
+        """Return the bytes of the gradients of ``primals`` at sizes ``values``, in their order."""
+        each = self.traced(values).base.gradient_each_bytes
+        return [each[i] for i in sorted(primals)]
 
     def turn_bytes(self, context: StepContext) -> int:
         """Return the bytes that the step's own loss needs in a context."""

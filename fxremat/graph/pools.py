@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from fxremat.errors import CostError
 from fxremat.graph.further import (
+    Conditions,
+    conditions_of,
     ensure_searched,
     grow,
     may_follow,
@@ -51,42 +53,42 @@ def pools(
     Raises:
         CostError: an operation cannot be measured, and no plan was made before.
     """
-    are_new = ensure_searched(graph, context) and run and context.sizes == graph.sizes.hints
-    evaluated = _evaluated(graph, context, budget_bytes, run=run, bits=bits)
+    call = conditions_of(graph, context)
+    are_new = ensure_searched(graph, call.held_at_capture) and run and call.is_at_capture
+    evaluated = _evaluated(graph, call, budget_bytes, run=run, bits=bits)
     if not run or budget_bytes is None or least_of(evaluated).least_bytes <= budget_bytes:
         return evaluated
     count = len(graph.variants)
     try:
         if not are_new and (needed or graph.further.spending.allows_search(graph.joint, count)):
-            again = search_again(graph, context, bits=bits)
-            evaluated = [*_with_sent(graph, context.sizes, again), *evaluated]
-        evaluated = _widened(graph, context, budget_bytes, evaluated, bits=bits, needed=needed)
+            again = search_again(graph, call, bits=bits)
+            evaluated = [*_with_sent(graph, call.sizes, again), *evaluated]
+        evaluated = _widened(graph, call, budget_bytes, evaluated, bits=bits, needed=needed)
     except CostError:  # as in a profiler: a running job goes on with what was measured before
         if not graph.started:
             raise
-        evaluated = _evaluated(graph, context, budget_bytes, run=run, bits=bits)
+        evaluated = _evaluated(graph, call, budget_bytes, run=run, bits=bits)
     if context.scaled and least_of(evaluated).least_bytes > budget_bytes:
         return pools(graph, replace(context, scaled=False), budget_bytes, needed=needed)
     return evaluated
 
 
 def _evaluated(
-    graph: Graph, context: StepContext, budget_bytes: int | None, *, run: bool, bits: bool
+    graph: Graph, call: Conditions, budget_bytes: int | None, *, run: bool, bits: bool
 ) -> list[Pool]:
-    """Evaluate the candidates of the capture's sizes in a context; see :func:`pools`."""
-    held = graph.held(context)
-    resized = variants_at(graph, context.sizes, run=run, bits=bits)
+    """Evaluate the candidates of the capture's sizes for a call; see :func:`pools`."""
+    resized = variants_at(graph, call.sizes, run=run, bits=bits)
     evaluated = [
-        own.pool.at(variant.measured, held, budget_bytes=budget_bytes)
+        own.pool.at(variant.measured, call.held, budget_bytes=budget_bytes)
         for own, variant in zip(graph.variants, resized, strict=True)
-        if own.pool is not None and may_follow(graph, context, own.form)
+        if own.pool is not None and may_follow(graph, call, own.form)
     ]
-    return _with_sent(graph, context.sizes, evaluated) if run else evaluated
+    return _with_sent(graph, call.sizes, evaluated) if run else evaluated
 
 
 def _widened(
     graph: Graph,
-    context: StepContext,
+    call: Conditions,
     budget_bytes: int,
     result: list[Pool],
     *,
@@ -94,19 +96,18 @@ def _widened(
     needed: bool,
 ) -> list[Pool]:
     """Search further variants until a candidate fits, or none is left; see :func:`pools`."""
-    at_first_size = context.sizes == graph.sizes.hints
     while (least_bytes := least_of(result).least_bytes) > budget_bytes:
-        is_new = search_unshared(graph, context, needed=needed) or search_aimed(
-            graph, context, result, budget_bytes, needed=needed
+        is_new = search_unshared(graph, call, needed=needed) or search_aimed(
+            graph, call, result, budget_bytes, needed=needed
         )
-        is_new = is_new or search_next(graph, context, below_bytes=least_bytes, needed=needed)
+        is_new = is_new or search_next(graph, call, below_bytes=least_bytes, needed=needed)
         # Last, what a budget of any size would lead to: errors name the least of that.
-        if not is_new and not search_aimed(graph, context, result, 0, needed=needed):
+        if not is_new and not search_aimed(graph, call, result, 0, needed=needed):
             break
-        result = _evaluated(graph, context, budget_bytes, run=True, bits=bits)
-        if not at_first_size and least_of(result).least_bytes > budget_bytes:
-            search_last(graph, context, bits=bits)
-            result = _evaluated(graph, context, budget_bytes, run=True, bits=bits)
+        result = _evaluated(graph, call, budget_bytes, run=True, bits=bits)
+        if not call.is_at_capture and least_of(result).least_bytes > budget_bytes:
+            search_last(graph, call, bits=bits)
+            result = _evaluated(graph, call, budget_bytes, run=True, bits=bits)
     return result
 
 
@@ -130,15 +131,15 @@ def room_bytes(graph: Graph, context: StepContext) -> int:
 
 def rough_least_bytes(graph: Graph, context: StepContext) -> int:
     """Return about the least budget of a call, from cached candidates; nothing is run."""
-    ensure_searched(graph, context)
-    held, each = graph.held(context), []
-    for own, variant in zip(graph.variants, graph.at(context.sizes, run=False), strict=True):
+    call, each = conditions_of(graph, context), []
+    ensure_searched(graph, call.held_at_capture)
+    for own, variant in zip(graph.variants, graph.at(call.sizes, run=False), strict=True):
         if own.pool is None:
             continue
         if own.pool.transfers is None:
-            each.append(least_bytes_at(own.pool.search, variant.measured, held))
+            each.append(least_bytes_at(own.pool.search, variant.measured, call.held))
         else:
-            each.append(own.pool.at(variant.measured, held, budget_bytes=None).least_bytes)
+            each.append(own.pool.at(variant.measured, call.held, budget_bytes=None).least_bytes)
     return min(each)
 
 
@@ -161,7 +162,7 @@ def least_bytes_from_scratch(
         bits: compare whether parts keep their bits, of variants that fit otherwise.
         exact_parts: look at variants whose parts must keep their bits.
     """
-    each = []
+    each, held = [], graph.held(context)
     traced, *others = graph.variants
     if not exact_parts:
         others = [own for own in others if not own.form.keeps_bits]
@@ -169,7 +170,7 @@ def least_bytes_from_scratch(
         asks = own.form.keeps_bits
         for run in (False, True) if asks and bits else (not asks,):
             variant = graph.resized(own, context.sizes, run=run)
-            nbytes = searched(graph, variant, None, context).least_bytes
+            nbytes = searched(graph, variant, None, held).least_bytes
             if nbytes > budget_bytes:
                 break
         each.append(nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxremat.graph.further import grow_faster, grow_smaller, wants_faster
+from fxremat.graph.further import conditions_of, grow_faster, grow_smaller, wants_faster
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool, below_s, fastest, frontier_over, least_of
 from fxremat.graph.pools import pools
@@ -100,8 +100,9 @@ def choose(
         available = pools(graph, context, budget_bytes, needed=needed)
     traced, least_bytes = available[0], needs.least_bytes
     pool, candidate = fastest(available, budget_bytes)
-    while wants_faster(graph, context, traced, candidate.total_s) and grow_faster(
-        graph, context, available, budget_bytes, below_s(available, candidate)
+    call = conditions_of(graph, context)
+    while wants_faster(graph, call, traced, candidate.total_s) and grow_faster(
+        graph, call, available, budget_bytes, below_s(available, candidate)
     ):
         available = pools(graph, context, budget_bytes, needed=needed)
         pool, candidate = fastest(available, budget_bytes)
@@ -196,7 +197,7 @@ def all_in_flight(graph: Graph, context: StepContext, nbytes: int) -> int:
     count = graph.caller.in_flight
     if count == 1 or context.waiting >= count:
         return nbytes
-    given_bytes = graph.given_bytes(context)
+    given_bytes = graph.held(context).given_bytes
     others_bytes = context.waiting_bytes + context.others_bytes
     alike_bytes = given_bytes - others_bytes + count * (nbytes - given_bytes)
     return max(nbytes, alike_bytes)  # those that wait may hold more than this one
@@ -211,7 +212,7 @@ def share_in_flight(graph: Graph, context: StepContext, budget: TrainingBudget) 
     count = graph.caller.in_flight
     if count == 1 or context.waiting >= count:
         return context
-    given_bytes = graph.given_bytes(context) - context.waiting_bytes
+    given_bytes = graph.held(context).given_bytes - context.waiting_bytes
     if budget.nbytes is None:  # a share of what so many take, or the least of it
         available = pools(graph, context, None)
         nbytes = budget.written.bytes_of(
@@ -260,11 +261,11 @@ def _within_share(
     graph: Graph, contexts: Sequence[StepContext], limit: Budget, available: list[Pool]
 ) -> list[Pool]:
     """Search variants until one fits a budget that is a share or the least."""
-    context = contexts[0]
+    call = conditions_of(graph, contexts[0])
     full_bytes = needs_in(graph, contexts).full_bytes
     nbytes = limit.bytes_of(full_bytes=full_bytes, least_bytes=0)
     while (least_bytes := least_of(available).least_bytes) > nbytes:
-        if not grow_smaller(graph, context, least_bytes, needed=nbytes > 0):
+        if not grow_smaller(graph, call, least_bytes, needed=nbytes > 0):
             break
-        available = pools(graph, context, None)
+        available = pools(graph, contexts[0], None)
     return available

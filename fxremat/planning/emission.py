@@ -122,7 +122,7 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
         candidate.moves,
         roles=graph.roles,
         beside={
-            Kind.GRADIENTS: sum(context.gradient_bytes(graph.joint)),
+            Kind.GRADIENTS: sum(graph.gradient_bytes(context.sizes, context.existing)),
             Kind.OPTIMIZER: graph.optimizer_bytes + context.state_bytes,
             Kind.RESERVE: graph.caller.reserve_bytes,
         },
@@ -131,7 +131,6 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
     bound = search.bound(budget_bytes) if pool.form == TRACED and not host else None
     kept = partial(traced.search.evaluator.evaluation, baseline)
     compiled.complete = partial(_completed, record=memory, bound=bound, kept=kept, total_s=total_s)
-    compiled.context = context
     return compiled
 
 
@@ -225,14 +224,14 @@ def _held_bytes(line: Line, decision: Decision) -> tuple[int, ...]:
     return tuple(table.total(table.of(own)) for own in each)
 
 
-def follow(plan: Plan, graph: Graph, blocks: BlockCache, context: StepContext) -> CompiledPlan:
+def follow(plan: Plan, graph: Graph, blocks: BlockCache) -> CompiledPlan:
     """Emit the functions of a saved plan.
 
     Raises:
         PlanError: they are not those that the plan holds.
         HostMemoryError: the host memory is not available.
     """
-    compiled = carry_out(plan, graph, blocks, context)
+    compiled = carry_out(plan, graph, blocks)
     code = compiled.forward_code, compiled.backward_code
     if code != (plan.forward_code, plan.backward_code):
         compiled.close()
@@ -240,7 +239,7 @@ def follow(plan: Plan, graph: Graph, blocks: BlockCache, context: StepContext) -
     return compiled
 
 
-def carry_out(plan: Plan, graph: Graph, blocks: BlockCache, context: StepContext) -> CompiledPlan:
+def carry_out(plan: Plan, graph: Graph, blocks: BlockCache) -> CompiledPlan:
     """Emit what a plan decides, of this graph or of one that differs in its constants only.
 
     Raises:
@@ -257,9 +256,7 @@ def carry_out(plan: Plan, graph: Graph, blocks: BlockCache, context: StepContext
         )
     except (LookupError, ScheduleError) as error:
         raise _unlike(plan) from error
-    compiled = written.followed(plan, graph.sizes)
-    compiled.context = context
-    return compiled
+    return written.followed(plan, graph.sizes)
 
 
 def _unlike(plan: Plan) -> PlanError:

@@ -65,11 +65,12 @@ def first_plan(
             assert link is not None
             graph.link = agreed_link(graph.peers, link)
         compiled = _by_first_process(
-            graph, context, lambda: _resolved_first(graph, context, budget, least=least)
+            graph, lambda: _resolved_first(graph, context, budget, least=least)
         )
         if least and graph.peers is not None:
             # Later plans are each process's: all of them start from the same candidates.
-            ensure_searched(graph, context)
+            ensure_searched(graph, graph.held(context))
+    compiled.context = context
     graph.started = True
     budget.accepted |= not least
     if not least:
@@ -90,9 +91,12 @@ def later_plan(
     """
     peers = graph.together
     if peers is None or not graph.started:
-        return _planned(graph, context, budget, least=least)
-    agreed_context(peers, repr((context, least)))
-    return _by_first_process(graph, context, lambda: _planned(graph, context, budget, least=least))
+        compiled = _planned(graph, context, budget, least=least)
+    else:
+        agreed_context(peers, repr((context, least)))
+        compiled = _by_first_process(graph, lambda: _planned(graph, context, budget, least=least))
+    compiled.context = context
+    return compiled
 
 
 def grow_budget(budget: TrainingBudget, error: BudgetError) -> bool:
@@ -172,7 +176,7 @@ def _planned(
             ortools=version_of("ortools"),
             ranks=graph.peers is not None,  # which look at other forms
         )
-        cached = _cached(graph, key, context)
+        cached = _cached(graph, key)
         compiled = cached or _made(graph, context, budget, origin, least=least)
         if cached is None:
             graph.store.put("plan", key, Plan, compiled.completed())
@@ -196,13 +200,13 @@ def _made(
     return compiled
 
 
-def _cached(graph: Graph, key: str, context: StepContext) -> CompiledPlan | None:
+def _cached(graph: Graph, key: str) -> CompiledPlan | None:
     """Return a plan of the cache folder."""
     plan = graph.store.get("plan", key, Plan)
     if plan is None:
         return None
     try:
-        return follow(plan, graph, graph.variant(plan.form).blocks, context)
+        return follow(plan, graph, graph.variant(plan.form).blocks)
     except PlanError as error:
         LOG.warning("a cached plan is ignored: %s", error)
         return None
@@ -229,7 +233,7 @@ def _followed(graph: Graph, kept: Plan, context: StepContext) -> CompiledPlan:
             differs=differs,
         )
     kept = replace(kept, measured_peak_bytes=None)  # another process measured it
-    return follow(kept, graph, variant.blocks, context)
+    return follow(kept, graph, variant.blocks)
 
 
 def _origin(graph: Graph, variant: Variant, context: StepContext) -> Origin:
@@ -250,9 +254,7 @@ def _origin(graph: Graph, variant: Variant, context: StepContext) -> Origin:
 # Processes that follow the same plan
 
 
-def _by_first_process(
-    graph: Graph, context: StepContext, find: Callable[[], CompiledPlan]
-) -> CompiledPlan:
+def _by_first_process(graph: Graph, find: Callable[[], CompiledPlan]) -> CompiledPlan:
     """Return the plan that ``find`` makes in the first of several processes."""
     if graph.peers is None:
         return find()
@@ -265,17 +267,17 @@ def _by_first_process(
 
     with graph.peers.reporting_failures():
         plan = graph.peers.follow("a plan", Plan, make)
-        compiled = made[0] if plan is None else _as_first(graph, plan, context)
+        compiled = made[0] if plan is None else _as_first(graph, plan)
         agreed_graphs(graph.peers, compiled.structure_digest if compiled else "none")
     assert compiled is not None  # the others' differ from none
     return compiled
 
 
-def _as_first(graph: Graph, plan: Plan, context: StepContext) -> CompiledPlan | None:
+def _as_first(graph: Graph, plan: Plan) -> CompiledPlan | None:
     """Return the first process's plan with this one's constants; ``None``: it does not apply."""
     try:
         variant = graph.variant(plan.form)
-        compiled = carry_out(plan, graph, variant.blocks, context)
+        compiled = carry_out(plan, graph, variant.blocks)
     except PlanError:
         return None
     compiled.record = replace(

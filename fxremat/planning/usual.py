@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from fxremat.graph.graph import Graph
-from fxremat.planner.context.context_bytes import made_outputs
+from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context.step_context import StepContext
 from fxremat.report.memory import Kind
 from fxremat.runtime.steps import SCALAR_BYTES
@@ -38,7 +38,7 @@ def usual_loop(graph: Graph, context: StepContext) -> UsualLoop:
         graph: the captured graph.
         context: of its first call.
     """
-    kept_bytes = max(context.kept_bytes, held_output_bytes(graph, context))
+    kept_bytes = max(context.kept_bytes, held_output_bytes(graph, context.sizes))
     first = replace(context, kept_bytes=kept_bytes, released=True)
     gradients = frozenset(_parameters_with_gradient(graph))
     existing, added = context.existing | gradients, context.added | gradients
@@ -49,14 +49,14 @@ def usual_loop(graph: Graph, context: StepContext) -> UsualLoop:
     )
 
 
-def held_output_bytes(graph: Graph, context: StepContext) -> int:
+def held_output_bytes(graph: Graph, values: Values) -> int:
     """Return the bytes of a step's outputs that a loop's variables hold into the next step.
 
     One scalar is left out: every plan has room for the last loss.
     """
-    joint = graph.joint_at(context.sizes)
+    joint = graph.traced(values).line.joint
     table = joint.storages
-    outputs = [joint.forward_outputs[index] for index in made_outputs(joint)]
+    outputs = [joint.forward_outputs[index] for index in graph.made_outputs]
     sizes = [table.total(table.of((own,))) for own in outputs if isinstance(own, fx.Node)]
     scalars = [nbytes for nbytes in sizes if nbytes <= SCALAR_BYTES]
     return sum(sizes) - sum(scalars[:1])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxremat.errors import CostError
-from fxremat.graph.further import search_again
+from fxremat.graph.further import conditions_of, search_again
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool
 from fxremat.graph.pools import least_bytes
@@ -84,7 +84,7 @@ def context_to_hold_least_within(
         needed: the call must keep to the budget as it is, whatever searching for a plan takes.
     """
     least = context_to_hold_least(graph, context, host_bytes)
-    given_bytes = graph.given_bytes(least)
+    given_bytes = graph.held(least).given_bytes
     held_bytes = least_bytes(graph, least, None) - given_bytes - least.correction.turn_bytes
     room = Correction(
         more_bytes=held.more_bytes - given_bytes,
@@ -108,9 +108,8 @@ def choices_of(graph: Graph, context: StepContext) -> tuple[Choice, ...]:
     candidates: dict[Choice, tuple[int, Candidate]] = {}
     for share in graph.options.effort.loss_point_shares:
         correction = Correction(turn_bytes=int(share * all_bytes))
-        pools = search_again(
-            graph, replace(context, waiting_bytes=0, correction=correction, region=True)
-        )
+        own = replace(context, waiting_bytes=0, correction=correction, region=True)
+        pools = search_again(graph, conditions_of(graph, own))
         for index, pool in enumerate(pools):
             for candidate in pool.graded():
                 candidates.setdefault(_choice(pool, candidate), (index, candidate))

@@ -283,7 +283,7 @@ def planned_context(
     before = profile.contexts.get(position) if len(matches) == 1 else None
     if before is not None and before[0] is profile.corrections and before[1] == now:
         return before[2]
-    own_bytes = graph.given_bytes(context) - context.others_there_bytes
+    own_bytes = graph.held(context).given_bytes - context.others_there_bytes
     corrections = [profile.corrections[i] for profile, i in matches]
     begin_bytes = max(
         profile.base_bytes + profile.more_bytes + profile.corrections[i].more_bytes

@@ -291,7 +291,7 @@ class Regions:
     ) -> None:
         """Count what is held when a step begins, as far as a call of a region shows it."""
         if trace.base_bytes is None:  # the call of the model was not reported
-            given_bytes = graph.given_bytes(context)
+            given_bytes = graph.held(context).given_bytes
             others_bytes = self._read.bytes_beyond(parameters)
             trace.base_bytes = given_bytes - context.waiting_bytes + others_bytes
             if not self.called:

@@ -145,7 +145,7 @@ def _least_bytes(
 
     Where no form that was searched keeps to ``budget_bytes``, further ones are.
     """
-    given_bytes = graph.given_bytes(region_context(context, NO_CORRECTION))
+    given_bytes = graph.held(region_context(context, NO_CORRECTION)).given_bytes
     correction = Correction(
         more_bytes=max(0, held.more_bytes - given_bytes),
         left_bytes=graph.tangent_bytes(context.sizes) + held.left_bytes,

@@ -8,33 +8,25 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat.planner.context.context_bytes import ContextBytes
+from fxremat.planner.context.context_bytes import Caller, ContextBytes, context_bytes_of
 from fxremat.planner.context.step_context import NO_CORRECTION, Correction, StepContext
-from tests.harness import Captured, bare, captured
+from tests.harness import bare, captured
 from tests.sized import at_size, symbolic
 
+EACH = (10, 20, 40, 80)
+"""Bytes of the gradients of four primals."""
+
 BASE = ContextBytes(
-    given_bytes=1_000, turn_bytes=500, tangent_bytes=300, given_each_bytes=(600, 400)
+    given_bytes=1_000,
+    turn_bytes=500,
+    tangent_bytes=300,
+    given_each_bytes=(600, 400),
+    gradient_each_bytes=EACH,
 )
 
 
-def step() -> Captured:
-    return captured("tied")
-
-
-def weights() -> list[int]:
-    """Primals that get a gradient."""
-    outputs = step().joint.backward_outputs
-    return [i for i, gradient in enumerate(outputs) if isinstance(gradient, fx.Node)]
-
-
-def bytes_of(primals: list[int]) -> tuple[int, ...]:
-    """As torch counts them."""
-    return tuple(step().primals[i].nbytes for i in primals)
-
-
 def around(context: StepContext, base: ContextBytes = BASE) -> ContextBytes:
-    return context.around(base, step().joint)
+    return context.around(base)
 
 
 def test_nothing_found_changes_nothing():
@@ -42,24 +34,24 @@ def test_nothing_found_changes_nothing():
 
 
 def test_gradients_that_exist_are_given_one_by_one():
-    some = weights()[:3]
+    some = [0, 1, 3]
     found = around(StepContext(existing=frozenset(some)))
-    assert found.given_bytes == BASE.given_bytes + sum(bytes_of(some))
-    assert found.given_each_bytes == (*BASE.given_each_bytes, *bytes_of(some))
+    assert found.given_bytes == BASE.given_bytes + 10 + 20 + 80
+    assert found.given_each_bytes == (*BASE.given_each_bytes, 10, 20, 80)
     assert (found.turn_bytes, found.tangent_bytes) == (BASE.turn_bytes, BASE.tangent_bytes)
     assert not found.added
 
 
 def test_those_that_are_added_to_are_given_back_as_they_are_made():
-    some = frozenset(weights()[:3])
+    some = frozenset({0, 1, 3})
     found = around(StepContext(existing=some, added=some))
     assert found.added == some
     assert found.given_bytes == around(StepContext(existing=some)).given_bytes
 
 
 def test_those_that_are_cleared_are_there_in_the_forward_only():
-    some = weights()[:3]
-    total = sum(bytes_of(some))
+    some = [0, 1, 3]
+    total = 10 + 20 + 80
     found = around(StepContext(existing=frozenset(some), added=frozenset(some), cleared=True))
     assert found.given_bytes == BASE.given_bytes + total
     assert found.turn_bytes == BASE.turn_bytes
@@ -112,22 +104,21 @@ def test_lessons_grow_with_outputs_and_are_rounded_up():
 
 
 def test_all_that_is_found_is_told_of_and_nothing_else():
-    some = frozenset(weights()[:2])
+    some = frozenset({1, 2})
     numbers = {"waiting_bytes": 11, "kept_bytes": 12, "state_bytes": 13}
     correction = Correction(514, 15, 316, 17)
     found = StepContext(
         existing=some, waiting=3, bucket_bytes=(18, 19), correction=correction, **numbers
-    ).described(BASE, step().joint)
-    gradients = sum(bytes_of(sorted(some)))
-    assert sorted(n for _, n in found) == sorted([gradients, 18 + 19, 11, 12, 13, 514, 15, 316, 17])
+    ).described(BASE)
+    assert sorted(n for _, n in found) == sorted([20 + 40, 18 + 19, 11, 12, 13, 514, 15, 316, 17])
     assert len({what for what, _ in found}) == len(found)
-    assert StepContext().described(BASE, step().joint) == ()
+    assert StepContext().described(BASE) == ()
     as_assumed = Correction(BASE.turn_bytes, 0, BASE.tangent_bytes)
-    assert StepContext(correction=as_assumed).described(BASE, step().joint) == ()
+    assert StepContext(correction=as_assumed).described(BASE) == ()
 
 
 def test_steps_are_of_a_kind_by_others_and_gradients():
-    some = frozenset(weights()[:2])
+    some = frozenset({1, 2})
     kinds = [
         StepContext().kind,
         StepContext(existing=some).kind,
@@ -144,20 +135,21 @@ def test_gradients_of_inputs_are_as_large_as_at_the_call(sizes: tuple[int, int])
     other = at_size("gpt", (3, 24), sizes)
     joint = symbolic("gpt", (3, 24)).joint
     tensors = [i for i, p in enumerate(other.primals) if isinstance(p, torch.Tensor)]
-    found = StepContext(sizes=other.values, existing=frozenset(tensors)).gradient_bytes(joint)
-    assert found == tuple(other.primals[i].nbytes for i in tensors)
-    first = StepContext(sizes=joint.sizes.hints, existing=frozenset(tensors)).gradient_bytes(joint)
-    assert first != found
+    found = context_bytes_of(joint, {}, Caller(), values=other.values).gradient_each_bytes
+    assert [found[i] for i in tensors] == [other.primals[i].nbytes for i in tensors]
+    assert context_bytes_of(joint, {}, Caller()).gradient_each_bytes != found
 
 
 def test_evaluations_follow_what_is_found():
     """Gradients that exist weigh on the whole step, unless new ones go into them."""
-    own = step()
-    some = frozenset(weights())
-    total = sum(bytes_of(sorted(some)))
+    own = captured("tied")
+    outputs, each = own.joint.backward_outputs, own.context_bytes.gradient_each_bytes
+    some = frozenset(i for i, gradient in enumerate(outputs) if isinstance(gradient, fx.Node))
+    total = sum(own.primals[i].nbytes for i in some)
+    base = replace(bare(own.joint), gradient_each_bytes=each)
 
     def held(context: StepContext) -> tuple[int, int, int]:
-        evaluator = own.evaluator(around(context, bare(own.joint)))
+        evaluator = own.evaluator(around(context, base))
         found = evaluator.evaluation(evaluator.keep_all())
         return found.held_bytes[0], found.turn_bytes, found.end_bytes
 
@@ -176,7 +168,7 @@ def test_every_number_of_a_situation_counts():
         value = (5,) if isinstance(getattr(plain, field.name), tuple) else 5
         other = replace(plain, **{field.name: value})
         assert around(other).given_bytes == BASE.given_bytes + 5
-        assert [n for _, n in other.described(BASE, step().joint)] == [5]
+        assert [n for _, n in other.described(BASE)] == [5]
 
 
 def test_a_regions_call_has_just_what_is_beside_it():
@@ -188,4 +180,4 @@ def test_a_regions_call_has_just_what_is_beside_it():
     assert found.host_bytes == 5
     assert found.turn_bytes != around(replace(context, region=False)).turn_bytes
     assert context.turn_bytes(BASE) == 0
-    assert context.described(BASE, step().joint) == ()
+    assert context.described(BASE) == ()

@@ -48,6 +48,8 @@ class ContextBytes:
         cleared_bytes: the part of ``given_bytes`` that is released before the backward begins,
             namely cleared gradients. ``tangent_bytes`` accounts for it.
         tangents_stay: the caller holds gradients of the outputs until the backward ends.
+        gradient_each_bytes: bytes of the gradient of each primal, whether or not it exists; 0 for a
+            primal that is no dense tensor.
     """
 
     given_bytes: int
@@ -63,6 +65,7 @@ class ContextBytes:
     released_bytes: int = 0
     cleared_bytes: int = 0
     tangents_stay: bool = False
+    gradient_each_bytes: tuple[int, ...] = ()
 
     def releases(self, joint: JointGraph) -> frozenset[int]:
         """Return storages of tangents that the backward releases after their last reader."""
@@ -176,6 +179,7 @@ def context_bytes_of(
         given_each_bytes=given,
         tangent_each_bytes=tangents,
         turn_small_bytes=caller.loss_small_bytes,
+        gradient_each_bytes=tuple(_dense_bytes(node, sizes) for node in joint.primals),
     )
 
 
@@ -225,7 +229,12 @@ def _unread_bytes(
                 yield allocated_bytes(nbytes, tensor.device)
 
 
-def tensor_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
+def _dense_bytes(primal: fx.Node, sizes: Mapping[str, int]) -> int:
+    is_dense = is_tensor(primal) and len(layouts_of(primal)) == 1
+    return _tensor_bytes(primal, sizes) if is_dense else 0
+
+
+def _tensor_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
     """Return the allocated bytes of a tensor's elements, whatever its storage."""
     value = node.meta["val"]
     return allocated_bytes(_element_count(node, sizes) * value.element_size(), value.device)
@@ -283,7 +292,7 @@ def _largest_copied_gradient(joint: JointGraph, sizes: Mapping[str, int]) -> int
         if isinstance(gradient, fx.Node):
             wanted, made = primal.meta["val"], gradient.meta["val"]
             if wanted.stride() != made.stride() or gradient not in sole_owners:
-                largest = max(largest, tensor_bytes(gradient, sizes))
+                largest = max(largest, _tensor_bytes(gradient, sizes))
     return largest
 
 

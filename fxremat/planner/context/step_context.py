@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.sizes import Values
-from fxremat.planner.context.context_bytes import ContextBytes, tensor_bytes
+from fxremat.planner.context.context_bytes import ContextBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +121,6 @@ class StepContext:
         """The kind of context; contexts of one kind share their corrections."""
         return self.waiting, bool(self.existing)
 
-    def gradient_bytes(self, joint: JointGraph) -> tuple[int, ...]:
-        """Return the bytes of each existing gradient, in the order of the primals."""
-        sizes = joint.sizes.named(self.sizes)
-        return tuple(tensor_bytes(joint.primals[i], sizes) for i in sorted(self.existing))
-
     def turn_bytes(self, base: ContextBytes) -> int:
         """Return the bytes that the loss of this step needs at the loss point."""
         if self.region:
@@ -146,27 +140,19 @@ class StepContext:
             + self.spread_bytes
         )
 
-    def given_bytes(self, base: ContextBytes, joint: JointGraph) -> int:
-        """Return the bytes that are held throughout the call; for arguments see :meth:`around`."""
-        return self._given_bytes(base, sum(self.gradient_bytes(joint)))
-
-    def _given_bytes(self, base: ContextBytes, gradients_bytes: int) -> int:
-        return (
+    def around(self, base: ContextBytes) -> ContextBytes:
+        """Return the context bytes of the call; ``base`` are those of every call at these sizes."""
+        gradients = tuple(base.gradient_each_bytes[i] for i in sorted(self.existing))
+        more = (*gradients, *self.bucket_bytes, *filter(None, (self.workspace_bytes,)))
+        given_bytes = (
             base.given_bytes
-            + gradients_bytes
-            + sum(self.bucket_bytes)
-            + self.workspace_bytes
+            + sum(more)
             + self.slack_bytes
             + self.buffer_bytes
             + self.others_there_bytes
             + self.others_bytes
             + self.correction.more_bytes
         )
-
-    def around(self, base: ContextBytes, joint: JointGraph) -> ContextBytes:
-        """Return the context bytes of the call; ``base`` are those of every call at these sizes."""
-        gradients = self.gradient_bytes(joint)
-        more = (*gradients, *self.bucket_bytes, *filter(None, (self.workspace_bytes,)))
         held_bytes = self.correction.left_bytes
         if not (self.region or self.correction.observed):
             held_bytes = max(held_bytes, base.tangent_bytes)
@@ -174,7 +160,7 @@ class StepContext:
         turn_bytes = self.correction.turn_bytes if self.region else self.turn_bytes(base)
         return replace(
             base,
-            given_bytes=self._given_bytes(base, sum(gradients)),
+            given_bytes=given_bytes,
             turn_bytes=turn_bytes + self.correction.room_bytes,
             tangent_bytes=held_bytes - cleared_bytes,
             given_each_bytes=(*base.given_each_bytes, *more),
@@ -185,17 +171,17 @@ class StepContext:
             tangents_stay=self.tangents_stay,
         )
 
-    def described(self, base: ContextBytes, joint: JointGraph) -> tuple[tuple[str, int], ...]:
+    def described(self, base: ContextBytes) -> tuple[tuple[str, int], ...]:
         """Return what the call finds in memory, with bytes, for people.
 
-        Measured bytes of the loss are left out if they are no more than was assumed. For arguments
-        see :meth:`around`.
+        Measured bytes of the loss are left out if they are no more than was assumed. For the
+        argument see :meth:`around`.
         """
         measured = NO_CORRECTION if self.region else self.correction
         loss_point = measured.turn_bytes if measured.turn_bytes > base.turn_bytes else 0
         left = measured.left_bytes if measured.left_bytes > base.tangent_bytes else 0
         named: Iterable[tuple[str, int]] = (
-            ("gradients that exist", sum(self.gradient_bytes(joint))),
+            ("gradients that exist", sum(base.gradient_each_bytes[i] for i in self.existing)),
             ("earlier steps that wait for their backward", self.waiting_bytes),
             ("outputs of earlier steps that are still held", self.kept_bytes),
             ("state of optimizers beyond what optimizer= says", max(0, self.state_bytes)),
