@@ -45,6 +45,7 @@ from benchmarks.devices import ALLOCATORS, describe, deterministic_kernels, forg
 from benchmarks.rows import Row, Rows, append, failure, run_part
 from fxremat.errors import BudgetError
 from fxremat.units import format_bytes
+from tests.efforts import QUICK
 from tests.models.bits import first_difference
 from tests.models.gpt import GPTConfig, gpt_entry
 from tests.models.hf import llama
@@ -216,21 +217,21 @@ def reference(name: str) -> Steps:
 
 
 @cache
-def fused_reference(name: str) -> Steps:
+def fused_reference(name: str, effort: fxremat.Effort) -> Steps:
     """The same steps by Inductor's kernels with everything kept."""
     entry = ALL[name]
     order("eager")
     forget(CUDA)
     model = entry.build().to(CUDA)
     cell = Cell(name, "allocated", "no", 1.0, "interpreted")
-    found = train(entry, model, _compiled(entry, model, cell, 1.0, None))
+    found = train(entry, model, _compiled(entry, model, cell, 1.0, None, effort))
     del model
     forget(CUDA)
     return found
 
 
-def measure(cell: Cell, orders: Sequence[str]) -> Row:
-    """Plan and train a cell; its row.
+def measure(cell: Cell, orders: Sequence[str], effort: fxremat.Effort) -> Row:
+    """Plan and train a cell; return its row.
 
     Ensures: what was planned is freed, whatever happens.
     """
@@ -238,8 +239,9 @@ def measure(cell: Cell, orders: Sequence[str]) -> Row:
     try:
         # Of the step as well: a plan is for the kernels that it was measured with.
         with deterministic_kernels(), host_memory() as told:
-            expected = (fused_reference if interpreted(cell) else reference)(cell.network)
-            row, call = _measured(cell, expected, orders)
+            name = cell.network
+            expected = fused_reference(name, effort) if interpreted(cell) else reference(name)
+            row, call = _measured(cell, expected, orders, effort)
             if (locked := told()) is not None:
                 row |= {"locked_bytes": locked.now_bytes, "most_locked_bytes": locked.most_bytes}
             del call  # its host memory was still there
@@ -251,7 +253,9 @@ def measure(cell: Cell, orders: Sequence[str]) -> Row:
         forget(CUDA)
 
 
-def _measured(cell: Cell, expected: Steps, orders: Sequence[str]) -> tuple[Row, nn.Module]:
+def _measured(
+    cell: Cell, expected: Steps, orders: Sequence[str], effort: fxremat.Effort
+) -> tuple[Row, nn.Module]:
     """The row so far, and what was compiled.
 
     Raises:
@@ -263,12 +267,12 @@ def _measured(cell: Cell, expected: Steps, orders: Sequence[str]) -> tuple[Row, 
     model = entry.build().to(CUDA)
     row: Row = {"host_limit_bytes": host_limit}
     try:
-        call = _compiled(entry, model, cell, cell.budget, host_limit)
+        call = _compiled(entry, model, cell, cell.budget, host_limit, effort)
     except BudgetError as error:
         row["told_least_bytes"] = error.least_budget_bytes
     if "told_least_bytes" in row:
         gc.collect()  # the error's frames hold its sample
-        call = _compiled(entry, model, cell, row["told_least_bytes"], host_limit)
+        call = _compiled(entry, model, cell, row["told_least_bytes"], host_limit, effort)
     plan = call.plan
     row |= {
         "budget_bytes": plan.budget_bytes,
@@ -322,13 +326,19 @@ def races_of(steps: Callable[[], object]) -> list[str]:
 
 
 def _compiled(
-    entry: ZooModel, model: nn.Module, cell: Cell, budget: int | Budget, host_limit: int | None
+    entry: ZooModel,
+    model: nn.Module,
+    cell: Cell,
+    budget: int | Budget,
+    host_limit: int | None,
+    effort: fxremat.Effort,
 ) -> Any:
     args, kwargs = move(entry.sample(0), CUDA)
     offload = OFFLOADS[cell.offload]
     how: dict[str, Any] = {
         "offload": offload and fxremat.HostMemory(offload, limit=host_limit),
         "executor": "eager" if cell.executor == "eager" else "inductor",
+        "effort": effort,
     }
     sample, written = fxremat.Sample(args, kwargs), budgeted(budget, cell.counted)
     with entry.context("cuda"):
@@ -423,17 +433,27 @@ def run(
     *,
     add: Callable[[Row], None],
     orders: Sequence[str] = ORDERS,
+    quick: bool = False,
     seconds: float = SECONDS,
 ) -> str | None:
-    """Measure cells in a process with a setting of the allocator; why it ended too early.
+    """Measure cells in a process with a setting of the allocator; return why it ended too early.
 
-    Those that are interpreted have a process of their own.
+    Cells that are interpreted are measured in another process. With ``quick``, schedules are
+    searched less long.
     """
     stopped = []
     for by_python, its_own in itertools.groupby(sorted(chosen, key=interpreted), key=interpreted):
         told = json.dumps([list(asdict(cell).values()) for cell in its_own])
         why = run_part(
-            ["-m", "benchmarks.cuda_matrix", "--inside", told, "--orders", *orders],
+            [
+                "-m",
+                "benchmarks.cuda_matrix",
+                "--inside",
+                told,
+                "--orders",
+                *orders,
+                *["--quick"] * quick,
+            ],
             settings={**ALLOCATORS[allocator], **({"TRITON_INTERPRET": "1"} if by_python else {})},
             seconds=seconds,
             add=lambda row: add({"allocator": allocator, **row}),
@@ -491,14 +511,16 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", choices=[str(b) for b in BUDGETS])
     parser.add_argument("--orders", nargs="+", default=ORDERS)
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the file goes")
+    parser.add_argument("--quick", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         torch.set_num_threads(1)
+        effort = fxremat.Effort(**QUICK) if options.quick else fxremat.Effort()
         for of in json.loads(options.inside):
             cell = Cell(*of)
-            append(options.rows, {**asdict(cell), **measure(cell, options.orders)})
+            append(options.rows, {**asdict(cell), **measure(cell, options.orders, effort)})
         return
     if unknown := set(options.networks) - set(ALL):
         parser.error(f"unknown networks {sorted(unknown)}: there are {', '.join(ALL)}")

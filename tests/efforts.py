@@ -23,8 +23,10 @@ QUICK: dict[str, Any] = {
     "starts": 3,
     "closer_starts": 1,
     "away_shares": fxremat.Effort().away_shares[::4],
+    "part_shares": (8,),
+    "most_aims": 1,
 }
-"""Local search that starts from few candidates."""
+"""Local search that starts from few candidates, and few forms in parts."""
 
 SPLITS: dict[object, dict[str, Any]] = {
     False: {"effort": WHOLE},

@@ -28,7 +28,7 @@ Call = Callable[..., Tensor]
 
 
 @pytest.fixture(autouse=True)
-def _captured_anew() -> Iterator[None]:
+def _captured_anew(quick_search: None) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -19,7 +19,7 @@ WIDTH, ROWS = 16, 256
 Step = Callable[[nn.Module, Any], Any]
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "quick_search")
 
 
 def batch(seed: int = 0, rows: int = ROWS) -> Tensor:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.golden import CASES, FOLDER, plans_of, text_of
-
-TORCH = "2.13.0"
-"""Another version may trace other operations, and costs are of these."""
+from tests.golden import CASES, FOLDER, TORCH, plans_of, text_of
 
 
 @pytest.mark.skipif(torch.__version__.split("+")[0] != TORCH, reason=f"recorded with {TORCH}")

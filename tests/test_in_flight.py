@@ -110,7 +110,7 @@ def _step(schedule: ScheduleGPipe, part: nn.Module, rank: int, number: int) -> i
     return peak_bytes
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "quick_search")
 
 STEPS = 3
 

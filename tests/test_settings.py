@@ -15,7 +15,7 @@ from fxremat.costs import cache
 from fxremat.costs.cache import CostCache
 from fxremat.errors import BackwardError
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "quick_search")
 
 
 def model() -> nn.Module:

@@ -159,10 +159,11 @@ class KernelClock:
         if self.device.type != "cuda":
             return on_cpu_s(run)
         held_s = min(LAUNCH_FACTOR * self.launched_s, MOST_HELD_S)
-        seconds = self._seconds_after(held_s, run)
-        if self.launched_s < held_s:
-            return seconds
-        # Launching took longer than the delay, or waited for the device and thus for the delay.
+        if self.launched_s < MOST_HELD_S:  # else no delay is long enough
+            seconds = self._seconds_after(held_s, run)
+            if self.launched_s < held_s:
+                return seconds
+        # Launching takes longer than the delay, or waited for the device and thus for the delay.
         return self._seconds_after(0.0, run)
 
     def _seconds_after(self, held_s: float, run: Callable[[], object]) -> float:

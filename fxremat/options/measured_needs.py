@@ -18,7 +18,7 @@ from fxremat.capture.unused_outputs import Unused
 from fxremat.costs.measure import device_of
 from fxremat.costs.workspaces import library_workspaces
 from fxremat.errors import ArgumentError
-from fxremat.planner.allocator.allocator import MOST_SMALL_BYTES
+from fxremat.planner.allocator.blocks import MOST_SMALL_BYTES
 from fxremat.runtime.steps import SCALAR_BYTES
 
 

@@ -8,6 +8,7 @@ itself. So it reads what its stream has computed by then, and what other streams
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,11 @@ from cuda_stand_in import _runtime
 
 
 def load() -> None:
-    """Queue what Triton's interpreter runs, and give it the functions of ``libdevice``."""
+    """Queue what Triton's interpreter runs, and give it the functions of ``libdevice``.
+
+    It no longer computes whether integers overflow: it discards the answer unless it debugs, and
+    takes a quarter of its time for it.
+    """
     from triton.runtime import interpreter
 
     run = interpreter.GridExecutor.__call__
@@ -39,6 +44,8 @@ def load() -> None:
         _enqueue(name, run_now)
 
     interpreter.GridExecutor.__call__ = queued
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = _patched_once(interpreter._patch_lang)
     interpreter.InterpreterBuilder.create_extern_elementwise = _elementwise
     _interpret_libdevice(interpreter.interpreter_semantic)

@@ -36,6 +36,9 @@ FOLDER = Path(__file__).parent
 
 LINK = MeasuredLink(4e9, 3e9, 5e9, 1.05, shared=False)
 
+TORCH = "2.13.0"
+"""The version of torch whose operations were recorded; another version may trace other ones."""
+
 DIGITS = 10
 """Of seconds in plans: the last of them are the machine's."""
 

@@ -11,7 +11,7 @@ from fxremat.graph.pools import pools
 from fxremat.ir import Backward, Copy
 from fxremat.report.memory import Kind
 from fxremat.report.plan import Plan
-from tests.golden import plans_of
+from tests.golden import TORCH, plans_of
 from tests.models import ZOO
 from tests.trials import plan_of_model
 
@@ -43,6 +43,9 @@ def test_a_record_is_what_is_evaluated(name: str):
     assert_recorded(plan_of_model(name))
 
 
+@pytest.mark.skipif(
+    torch.__version__.split("+")[0] != TORCH, reason=f"costs are recorded with {TORCH}"
+)
 def test_what_travels_is_away_meanwhile():
     plan = plans_of("transfers-only")["plan"]  # of recorded costs: what travels depends on them
     assert_recorded(plan)

@@ -48,7 +48,7 @@ class Net(nn.Module):
         return f"{self.label} of {len(self.layers)}"
 
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "quick_search")
 
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 

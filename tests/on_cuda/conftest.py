@@ -19,3 +19,10 @@ def _no_workspaces_of_other_files() -> Iterator[None]:
     if stood_in:
         forget_workspaces()
     yield
+
+
+@pytest.fixture(autouse=True)
+def _quick_search(request: pytest.FixtureRequest) -> None:
+    """Search less long for schedules: what is tested here holds for any schedule."""
+    if not request.node.get_closest_marker("slow"):
+        request.getfixturevalue("quick_search")

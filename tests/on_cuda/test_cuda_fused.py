@@ -24,7 +24,7 @@ from torch.nn import functional
 import fxremat
 from fxremat.passes.fuse.unit import Unit, compile_units
 from tests.cuda import CUDA, forget
-from tests.efforts import ROUNDED_PARTS
+from tests.efforts import QUICK, ROUNDED_PARTS
 from tests.on_cuda.stood_in import needs_stand_in
 from tests.passes.test_unit import aten, unit_of
 
@@ -340,7 +340,8 @@ def test_a_trainer_keeps_to_the_budget(tmp_path: Path):
 def main() -> None:
     torch.manual_seed(0)
     model = blocks(2).to(CUDA)
-    call = fxremat.compile(model, rows(), "min", dynamic=True, **FUSED)
+    effort = fxremat.Effort(**QUICK)
+    call = fxremat.compile(model, rows(), "min", dynamic=True, effort=effort, **FUSED)
     seen = []
     for count in (ROWS, 96):
         with warnings.catch_warnings(record=True) as warned:

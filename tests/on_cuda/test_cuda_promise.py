@@ -55,9 +55,9 @@ def on_cuda(test):
 
 
 def check(chosen: Sequence[Cell], allocator: str, orders: Sequence[str] = ORDERS) -> None:
-    """Measure cells, and hold each to its promise."""
+    """Measure cells, and hold each to its promise; search less long for few orders."""
     rows: list[Row] = []
-    why = run(chosen, allocator, add=rows.append, orders=orders)
+    why = run(chosen, allocator, add=rows.append, orders=orders, quick=len(orders) < len(ORDERS))
     assert why is None
     assert len(rows) == len(chosen)
     broken = [row for row in rows if not holds(row)]
@@ -67,7 +67,9 @@ def check(chosen: Sequence[Cell], allocator: str, orders: Sequence[str] = ORDERS
 @on_cuda
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_bytes_bits_and_host_memory_are_as_promised(allocator: str):
-    check(FAST[allocator], allocator, FEW_ORDERS)
+    interpreted = [cell for cell in FAST[allocator] if cell.executor == "interpreted"]
+    check([cell for cell in FAST[allocator] if cell not in interpreted], allocator, FEW_ORDERS)
+    check(interpreted, allocator, FEW_ORDERS[1:])
 
 
 @on_cuda

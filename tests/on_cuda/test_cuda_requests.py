@@ -10,7 +10,8 @@ import torch
 
 from fxremat.planner.allocator import allocations
 from fxremat.planner.allocator.allocations import Allocated, Requests
-from fxremat.planner.allocator.allocator import LEAST_BLOCK_BYTES, AllocatorSettings
+from fxremat.planner.allocator.allocator import AllocatorSettings
+from fxremat.planner.allocator.blocks import LEAST_BLOCK_BYTES
 from fxremat.planner.allocator.footprints import WORKSPACE
 from tests.cuda import (  # noqa: F401
     ENTRIES,

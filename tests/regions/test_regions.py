@@ -101,7 +101,7 @@ BREAKS = {1: (6,), 4: (2, 4, 7, 10), 12: tuple(range(LAYERS))}
 
 
 @pytest.fixture(autouse=True)
-def _captured_anew() -> Iterator[None]:
+def _captured_anew(quick_search: None) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

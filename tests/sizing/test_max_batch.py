@@ -16,6 +16,8 @@ import fxremat
 from benchmarks.max_batch import MODELS, measure
 from tests.efforts import SPLITS, WHOLE
 
+pytestmark = pytest.mark.usefixtures("quick_search")
+
 BUDGET = 400_000
 
 

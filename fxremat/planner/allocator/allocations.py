@@ -15,12 +15,8 @@ import torch
 from fxremat import torch_compat
 from fxremat.ir import Move, Request
 from fxremat.passes.emit.program import Program
-from fxremat.planner.allocator.allocator import (
-    MOST_SMALL_BYTES,
-    SMALL_SEGMENT_BYTES,
-    AllocatorSettings,
-    CachingAllocator,
-)
+from fxremat.planner.allocator.allocator import AllocatorSettings, peaks_of
+from fxremat.planner.allocator.blocks import MOST_SMALL_BYTES, SMALL_SEGMENT_BYTES
 from fxremat.planner.allocator.footprints import WORKSPACE, Footprints
 from fxremat.planner.context.context_bytes import ContextBytes
 from fxremat.planner.decision.candidates import Candidate
@@ -169,22 +165,9 @@ class Allocated:
 
 def replay_requests(requests: Requests, settings: AllocatorSettings) -> Allocated:
     """Replay ``STEPS`` steps, starting with an empty cache, and return the peaks."""
-    allocator = CachingAllocator(settings)
-    for nbytes in requests.given_bytes:
-        allocator.allocate(nbytes)
-    for _ in range(STEPS):
-        held: dict[int, list[int]] = {}
-        for key, nbytes in requests:
-            if nbytes > 0:
-                held.setdefault(key, []).append(allocator.allocate(nbytes))
-            else:
-                allocator.free(held[key].pop())
-        for handles in held.values():  # results of the step
-            for handle in handles:
-                allocator.free(handle)
+    allocated_bytes, reserved_bytes = peaks_of(settings, requests.given_bytes, (*requests,), STEPS)
     return Allocated(
-        allocator.peak_allocated_bytes + requests.unplaced_bytes,
-        allocator.peak_reserved_bytes + requests.unplaced_bytes,
+        allocated_bytes + requests.unplaced_bytes, reserved_bytes + requests.unplaced_bytes
     )
 
 

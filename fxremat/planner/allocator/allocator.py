@@ -28,28 +28,42 @@ if its cache is emptied, or above a ``garbage_collection_threshold``.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-MIB = 1 << 20
-"""Bytes in a mebibyte."""
+import numpy as np
 
-
-LEAST_BLOCK_BYTES = 512
-"""The size of every block is a multiple of this."""
-
-MOST_SMALL_BYTES = MIB
-"""The largest block of the small pool; also the most that is left over without splitting a large
-block."""
-
-SMALL_SEGMENT_BYTES = 2 * MIB
-
-WHOLE_SEGMENT_FROM_BYTES = 10 * MIB
-"""A request of this size or more gets a segment of its size, rounded up to a multiple of 2 MiB."""
+from fxremat.ir import Request
+from fxremat.planner.allocator.blocks import (
+    ADDRESS,
+    ALLOCATED,
+    LEAST_BLOCK_BYTES,
+    MIB,
+    MOST_ALLOCATED,
+    MOST_RESERVED,
+    NBYTES,
+    NONE,
+    PLACE,
+    RESERVED,
+    USED,
+    WHOLE_SEGMENT_FROM_BYTES,
+    Ints,
+    State,
+    new_state,
+    put_back,
+    replay,
+    take,
+)
 
 ROUNDING_RANGES = 16
 """How many ranges of sizes have their own ``divisions``: from 1 MiB, 2 MiB, …, 32 GiB on."""
+
+
+NEVER = 1 << 62
+"""A size from which blocks are not split that no block has."""
+
+MOST_STREAMS = 16
+"""Streams whose blocks :class:`CachingAllocator` keeps apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +131,12 @@ class AllocatorSettings:
             return -(-nbytes // part) * part
         return -(-nbytes // LEAST_BLOCK_BYTES) * LEAST_BLOCK_BYTES
 
-    def segment_bytes(self, block_bytes: int) -> int:
-        """Return the size of the segment that is taken for a block of this size."""
-        if block_bytes <= MOST_SMALL_BYTES:
-            return SMALL_SEGMENT_BYTES
-        if block_bytes < WHOLE_SEGMENT_FROM_BYTES:
-            return self.large_segment_bytes
-        return -(-block_bytes // (2 * MIB)) * 2 * MIB
+    @property
+    def rules(self) -> Ints:
+        """The rules as ``planner.allocator.blocks`` has them."""
+        most = NEVER if self.max_split_bytes is None else self.max_split_bytes
+        numbers = self.expandable_segments, self.large_segment_bytes, most, self.max_waste_bytes
+        return np.array(numbers, dtype=np.int64)
 
 
 def _integer_settings(text: str) -> dict[str, int]:
@@ -132,87 +145,51 @@ def _integer_settings(text: str) -> dict[str, int]:
     return {key: int(value) for key, _, value in pairs if value.isdigit()}
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    """A part of a segment, linked with its neighbors.
-
-    Attributes:
-        address: address of its first byte; addresses are unique across segments.
-        nbytes: its size.
-        pool: the pool that it belongs to.
-        free: whether it is not handed out.
-        before, after: its neighbors in the segment.
-    """
-
-    address: int
-    nbytes: int
-    pool: _Pool
-    free: bool
-    before: _Block | None = None
-    after: _Block | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Pool:
-    """The free blocks of one stream in the small or the large pool.
-
-    Attributes:
-        small: whether this is the small pool.
-        end: where the growing segment ends, or will begin.
-        order: size and address of each block, ascending.
-        blocks: blocks by address.
-        last: the last block of the growing segment.
-    """
-
-    small: bool
-    end: int
-    order: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[int, _Block] = field(default_factory=dict)
-    last: _Block | None = None
-
-    def add(self, block: _Block) -> None:
-        insort(self.order, (block.nbytes, block.address))
-        self.blocks[block.address] = block
-
-    def remove(self, block: _Block) -> None:
-        del self.order[bisect_left(self.order, (block.nbytes, block.address))]
-        del self.blocks[block.address]
-
-
 class CachingAllocator:
-    """The caching allocator of one device, with an empty cache at first.
-
-    Attributes:
-        allocated_bytes: bytes of the blocks that are handed out, each counted whole.
-        reserved_bytes: bytes that were taken from the device.
-        peak_allocated_bytes: the maximum of ``allocated_bytes``.
-        peak_reserved_bytes: the maximum of ``reserved_bytes``.
-    """
+    """The caching allocator of one device, with an empty cache at first."""
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
-        self.allocated_bytes = self.reserved_bytes = 0
-        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self._settings = settings or AllocatorSettings()
-        self._pools: dict[tuple[int, bool], _Pool] = {}
-        self._held: dict[int, _Block | None] = {}
+        self._state = new_state(self._settings.rules, streams=MOST_STREAMS, blocks=256)
+        self._streams: dict[int, int] = {}
+        self._held: dict[int, int | None] = {}
         self._last_handle = 0
-        self._next_address = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the blocks that are handed out, each counted whole."""
+        return int(self._state.totals[ALLOCATED])
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that were taken from the device."""
+        return int(self._state.totals[RESERVED])
+
+    @property
+    def peak_allocated_bytes(self) -> int:
+        """The maximum of ``allocated_bytes``."""
+        return int(self._state.totals[MOST_ALLOCATED])
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The maximum of ``reserved_bytes``."""
+        return int(self._state.totals[MOST_RESERVED])
 
     def allocate(self, nbytes: int, *, stream: int = 0) -> int:
         """Hand out a block for ``nbytes`` and return the handle by which it is freed.
 
         Raises:
-            ValueError: ``nbytes`` is negative.
+            ValueError: ``nbytes`` is negative, or the stream is one too many.
         """
         if nbytes < 0:
             raise ValueError(f"{nbytes} bytes cannot be allocated")
+        number = self._streams.setdefault(stream, len(self._streams))
+        if number >= MOST_STREAMS:
+            raise ValueError(f"blocks of more than {MOST_STREAMS} streams cannot be allocated")
         self._last_handle += 1
         size = self._settings.block_bytes(nbytes)
-        block = self._take_block(size, stream) if size else None
-        self._held[self._last_handle] = block
-        if block is not None:
-            self.allocated_bytes += block.nbytes
-            self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self._make_room()
+        self._held[self._last_handle] = take(self._state, size, number) if size else None
         return self._last_handle
 
     def free(self, handle: int) -> None:
@@ -224,127 +201,48 @@ class CachingAllocator:
         if handle not in self._held:
             raise ValueError(f"handle {handle} was never handed out, or is free already")
         block = self._held.pop(handle)
-        if block is None:
-            return
-        self.allocated_bytes -= block.nbytes
-        before, after, pool = block.before, block.after, block.pool
-        if before is not None and before.free:
-            pool.remove(before)
-            self._join(before, block)
-            block = before
-        if after is not None and after.free:
-            pool.remove(after)
-            self._join(block, after)
-        block.free = True
-        pool.add(block)
+        if block is not None:
+            put_back(self._state, block)
 
     def blocks(self) -> tuple[tuple[int, int, bool], ...]:
         """Return address, size and whether it is free for each block, by address.
 
         Adjacent addresses mean that two blocks lie in the same segment.
         """
-        free = [block for pool in self._pools.values() for block in pool.blocks.values()]
+        table, counts = self._state.table, self._state.pools[0]
+        free = [n for own, count in zip(self._state.free, counts, strict=True) for n in own[:count]]
         every = [*free, *(block for block in self._held.values() if block is not None)]
-        return tuple(sorted((block.address, block.nbytes, block.free) for block in every))
+        described = ((table[ADDRESS, n], table[NBYTES, n], table[PLACE, n] != NONE) for n in every)
+        return tuple(sorted((int(begin), int(size), bool(free)) for begin, size, free in described))
 
-    def _take_block(self, size: int, stream: int) -> _Block:
-        """Take a block of at least ``size`` bytes, and split it if the rules say so."""
-        pool = self._pool(small=size <= MOST_SMALL_BYTES, stream=stream)
-        settings = self._settings
-        block = self._best_fit(pool, size)
-        if block is not None:
-            pool.remove(block)
-        elif settings.expandable_segments:
-            block = self._grow_segment(pool, size)
-        else:
-            nbytes = settings.segment_bytes(size)
-            block = _Block(self._new_addresses(nbytes), nbytes, pool, free=False)
-            self._reserve(nbytes)
-        block.free = False
-        if self._is_split(pool, block.nbytes, size):
-            self._split(block, size)
-        return block
+    def _make_room(self) -> None:
+        """Make room for two more blocks."""
+        state = self._state
+        if state.totals[USED] + 2 > state.table.shape[1]:
+            table, free = (np.concatenate([x, np.empty_like(x)], axis=1) for x in state[:2])
+            self._state = State(table, free, *state[2:])
 
-    def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
-        """Return the free block that serves the request, or ``None``."""
-        settings, order = self._settings, pool.order
-        index = bisect_left(order, (size, -1))
-        if index == len(order):
-            return None
-        block = pool.blocks[order[index][1]]
-        if settings.expandable_segments and block is pool.last and index + 1 < len(order):
-            block = pool.blocks[order[index + 1][1]]
-        most = settings.max_split_bytes
-        if most is not None:
-            if size < most <= block.nbytes:
-                return None
-            if size >= most and block.nbytes >= size + settings.max_waste_bytes:
-                return None
-        return block
 
-    def _grow_segment(self, pool: _Pool, size: int) -> _Block:
-        """Grow the segment until its last block has ``size`` bytes, and return that block."""
-        unit = SMALL_SEGMENT_BYTES if pool.small else self._settings.large_segment_bytes
-        last = pool.last
-        if last is not None and last.free:
-            pool.remove(last)
-            block = last
-        else:
-            block = _Block(pool.end, 0, pool, free=False, before=last)
-            if last is not None:
-                last.after = block
-            pool.last = block
-        more = -(-max(size - block.nbytes, 0) // unit) * unit
-        block.nbytes += more
-        pool.end += more
-        self._reserve(more)
-        return block
+def peaks_of(
+    settings: AllocatorSettings,
+    given_bytes: Sequence[int],
+    requests: Sequence[Request],
+    steps: int,
+) -> tuple[int, int]:
+    """Return the peaks of allocated and reserved bytes of steps, starting with an empty cache.
 
-    def _is_split(self, pool: _Pool, nbytes: int, size: int) -> bool:
-        left = nbytes - size
-        if pool.small or self._settings.expandable_segments:
-            return left >= LEAST_BLOCK_BYTES
-        most = self._settings.max_split_bytes
-        return left > MOST_SMALL_BYTES and (most is None or size < most)
-
-    @staticmethod
-    def _split(block: _Block, size: int) -> None:
-        """Cut ``block`` to ``size`` bytes; the rest becomes a free block after it."""
-        pool, after = block.pool, block.after
-        rest = _Block(
-            block.address + size, block.nbytes - size, pool, free=True, before=block, after=after
-        )
-        if after is not None:
-            after.before = rest
-        block.nbytes, block.after = size, rest
-        if pool.last is block:
-            pool.last = rest
-        pool.add(rest)
-
-    @staticmethod
-    def _join(first: _Block, second: _Block) -> None:
-        """Merge ``second`` into ``first``, its neighbor in front."""
-        first.nbytes += second.nbytes
-        first.after = second.after
-        if second.after is not None:
-            second.after.before = first
-        if first.pool.last is second:
-            first.pool.last = first
-
-    def _pool(self, *, small: bool, stream: int) -> _Pool:
-        pool = self._pools.get((stream, small))
-        if pool is None:
-            # The segment may grow to this size without meeting another one.
-            end = self._new_addresses(1 << 50) if self._settings.expandable_segments else 0
-            pool = self._pools[stream, small] = _Pool(small, end)
-        return pool
-
-    def _new_addresses(self, nbytes: int) -> int:
-        """Return the first of ``nbytes`` unused addresses, with a gap to all others."""
-        begin = self._next_address
-        self._next_address += nbytes + LEAST_BLOCK_BYTES
-        return begin
-
-    def _reserve(self, nbytes: int) -> None:
-        self.reserved_bytes += nbytes
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+    Args:
+        settings: the allocator's.
+        given_bytes: sizes of the tensors that exist before the first step.
+        requests: allocations and releases of a step, in order.
+        steps: number of steps; what a step does not release is released at its end.
+    """
+    blocks = {size: settings.block_bytes(size) for _, size in requests if size > 0}
+    sizes = np.array([blocks.get(size, 0) for _, size in requests], dtype=np.int64)
+    number: dict[int, int] = {}
+    keys = np.array([number.setdefault(key, len(number)) for key, _ in requests], dtype=np.int64)
+    given = np.array([settings.block_bytes(size) for size in given_bytes], dtype=np.int64)
+    most = 2 * (given.size + steps * int(np.count_nonzero(sizes)))
+    state = new_state(settings.rules, streams=1, blocks=most)
+    replay(state, given, keys, sizes, steps)
+    return int(state.totals[MOST_ALLOCATED]), int(state.totals[MOST_RESERVED])
