@@ -179,7 +179,7 @@ def read_model(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         refuse("model", model, "a torch.nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
-        refuse("model", model, "the module before scripting, not a torch.jit.ScriptModule")
+        refuse("model", model, "the module that was scripted, not a torch.jit.ScriptModule")
     return model
 
 
