@@ -9,7 +9,8 @@ Planning takes seconds of CPU of one thread, for all budgets of a model together
   of what their backwards read, each in the best way; the best length, or share, that fits.
 * "greedy": what takes most bytes for a second of its own recomputation goes first, until it fits.
 * torch's knapsacks (``torch._functorch._activation_checkpointing``) choose what is kept, of shares
-  of the bytes that cross the turn, as for ``activation_memory_budget``; the best share that fits.
+  of the bytes that cross the loss point, as for ``activation_memory_budget``: the best share that
+  fits.
   What these and "greedy" drop is computed again from the nearest boundary that is held, or from
   the input of its stage, which is kept then: whichever is faster.
 * "rotor": the solver, on the chain of whole stages; then one part after the other is added.
@@ -98,7 +99,7 @@ def ablated(name: str) -> dict[str, Any]:
         "model": name,
         "stages": len(whole.chain),
         "is_join": bool(whole.measured.line.branch_ends),
-        "has_turn": whole.measured.line.ends_at_turn,
+        "has_loss_point": whole.measured.line.ends_at_loss_point,
         "baseline_s": whole.baseline.total_s,
         "baseline_bytes": whole.baseline.peak_bytes,
         "budgets": budgets,

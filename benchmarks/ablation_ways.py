@@ -78,12 +78,12 @@ def fastest(candidates: Iterable[Candidate]) -> Chosen:
     return chosen
 
 
-# What is kept at the turn, chosen without a planner
+# What is kept at the loss point, chosen without a planner
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Storages that cross the turn where everything is kept, and can be computed again.
+    """Storages that cross the loss point where everything is kept, and can be computed again.
 
     Attributes:
         found: the search whose evaluator is asked.

@@ -70,7 +70,7 @@ def larger(requests: Requests) -> Requests:
         requests,
         given_bytes=tuple(nbytes * LARGER for nbytes in requests.given_bytes),
         calls=tuple(map(scaled, requests.calls)),
-        turn=scaled(requests.turn),
+        loss_point=scaled(requests.loss_point),
         end=scaled(requests.end),
         unplaced_bytes=requests.unplaced_bytes * LARGER,
     )

@@ -102,8 +102,8 @@ def interleave(runs: dict[str, Callable[[], float]], *, rounds: int) -> dict[str
     Every other round goes backwards: nobody always runs after the same neighbour.
     """
     values: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds):
-        names = list(runs) if turn % 2 == 0 else list(reversed(runs))
+    for loss_point in range(rounds):
+        names = list(runs) if loss_point % 2 == 0 else list(reversed(runs))
         for name in names:
             values[name].append(runs[name]())
     return values

@@ -135,7 +135,7 @@ def fresh(entry: Wild) -> Case:
     return entry.make()
 
 
-def settle() -> None:
+def confirm_bits() -> None:
     """Dynamo's settings as far as they would make captures of one model differ.
 
     Loggers do not break the graph, and nothing is left uncompiled for being captured often, as
@@ -160,7 +160,7 @@ def compiled_otherwise(case: Case, backend: Any) -> Callable[..., Any]:
 def as_it_is(entry: Wild, *, varied: bool) -> Row:
     """The eager peak, and in how many graphs ``torch.compile`` captures a step."""
     run = Run(case := fresh(entry), case.model, varied)
-    settle()
+    confirm_bits()
     begin = time.perf_counter()
     peaks = run.take()
     resident = resident_bytes(case.model, case.args, case.kwargs)
@@ -210,7 +210,7 @@ def _graphs(entry: Wild) -> Row:
 def reference(entry: Wild, *, varied: bool) -> tuple[Run, Row]:
     """Steps through ``aot_eager``; those of eager where that fails."""
     case = fresh(entry)
-    settle()
+    confirm_bits()
     run = Run(case, compiled_otherwise(case, "aot_eager"), varied)
     try:
         run.take()
@@ -257,7 +257,7 @@ def _attempt(
 ) -> Row:
     """One compilation and its steps."""
     case = fresh(entry)
-    settle()
+    confirm_bits()
     row: Row = {"budget": budget}
     with told(row):
         before = _state(case)

@@ -160,7 +160,7 @@ class Captured:
 def bare(joint: JointGraph) -> ContextBytes:
     """Tangents and nothing else: parameters and inputs are not counted."""
     tangent_bytes = joint.storages.total(joint.storages.of(joint.tangents))
-    return ContextBytes(given_bytes=0, turn_bytes=tangent_bytes, tangent_bytes=tangent_bytes)
+    return ContextBytes(given_bytes=0, loss_point_bytes=tangent_bytes, tangent_bytes=tangent_bytes)
 
 
 class _EnoughError(Exception):

@@ -103,9 +103,9 @@ def steps_of(name: str, call: Any, model: Any, count: int) -> list[Any]:
 def interleaved(name: str, call: Any, model: Any) -> list[Any]:
     """Two forwards, then their backwards, the first one first; twice."""
     entry = ZOO[name]
-    for turn in range(2):
+    for loss_point in range(2):
         losses = []
-        for seed in (turn, turn + 7):
+        for seed in (loss_point, loss_point + 7):
             args, kwargs = entry.sample(seed)
             torch.manual_seed(seed)
             with entry.context():

@@ -1,6 +1,6 @@
 """The join of Beaumont et al. 2019 as a model: unit sizes, unit times, steps that are counted.
 
-A step is a sine: its backward needs its input alone. The turn multiplies each end with the
+A step is a sine: its backward needs its input alone. The loss point multiplies each end with the
 next one's value, so that every gradient takes the place of an end. A branch's input is a copy,
 so that it takes a slot as in the paper, and making it again takes for ever.
 """
@@ -78,7 +78,7 @@ def unit_search(step: Captured) -> Search:
 
 
 def budget_bytes(search: Search, slots: int) -> int:
-    """A slot more, as ``unit_problem`` says, and room for the scalars of the turn."""
+    """A slot more, as ``unit_problem`` says, and room for the scalars of the loss point."""
     unit = 4 * UNIT
     return search.costs.fixed_bytes + (slots + 1) * unit + unit // 2
 

@@ -46,7 +46,7 @@ def replayed_s(problem: JoinProblem, solved: object) -> float:
 
 
 def least_s(size: int) -> int:
-    """``Span*``: 6 L forwards, 6 L backwards and the turn, nothing twice."""
+    """``Span*``: 6 L forwards, 6 L backwards and the loss point, nothing twice."""
     return 12 * size + 1
 
 

@@ -107,7 +107,7 @@ def origin_of_plan(
     held = {
         "through the step": context_bytes.given_bytes,
         "of that, tensor by tensor": context_bytes.given_each_bytes,
-        "at the turn": context_bytes.turn_bytes,
+        "at the loss point": context_bytes.loss_point_bytes,
         "as gradients of outputs": (context_bytes.tangent_bytes, *context_bytes.tangent_each_bytes),
         "at the end": context_bytes.end_bytes,
         "the allocator's rules": None if allocator is None else asdict(allocator),

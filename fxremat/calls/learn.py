@@ -273,13 +273,13 @@ def _correction_of(
     whole = profile.taken_bytes is not None
     left = 0 if profile.taken_bytes is None else profile.taken_bytes - profile.left_bytes
     left += profile.gone_bytes
-    loss_point = profile.turn_bytes - profile.left_bytes + profile.released_bytes
+    loss_point = profile.loss_point_bytes - profile.left_bytes + profile.released_bytes
     if not is_first:
-        left, loss_point = max(left, held.tangent_bytes), max(loss_point, held.turn_bytes)
+        left, loss_point = max(left, held.tangent_bytes), max(loss_point, held.loss_point_bytes)
     taken = max(profile.forward_bytes, profile.backward_bytes)
     if left > held.tangent_bytes + SLACK_BYTES:
         taken -= left - held.tangent_bytes
-    pairs = ((held.turn_bytes, loss_point), (held.tangent_bytes, left))
+    pairs = ((held.loss_point_bytes, loss_point), (held.tangent_bytes, left))
     observed = whole and any(abs(assumed - measured) > SLACK_BYTES for assumed, measured in pairs)
     # More than was assumed is learned even if the step was not observed to its end.
     sizes = []
@@ -287,7 +287,7 @@ def _correction_of(
         differs = abs(assumed - measured) > SLACK_BYTES and (observed or measured > assumed)
         sizes.append(measured if differs else assumed * observed)
     return Correction(
-        turn_bytes=sizes[0],
+        loss_point_bytes=sizes[0],
         left_bytes=sizes[1],
         more_bytes=taken - planned_bytes if taken > planned_bytes + SLACK_BYTES else 0,
         observed=observed,
@@ -295,10 +295,10 @@ def _correction_of(
 
 
 def _described(correction: Correction, held: ContextBytes) -> str:
-    loss_point, left = correction.turn_bytes, correction.left_bytes
+    loss_point, left = correction.loss_point_bytes, correction.left_bytes
     named = (
         (
-            loss_point if loss_point > held.turn_bytes + SLACK_BYTES else 0,
+            loss_point if loss_point > held.loss_point_bytes + SLACK_BYTES else 0,
             "were allocated between forward and backward",
         ),
         (

@@ -217,7 +217,7 @@ def _equivalent(graph: Graph, context: StepContext) -> CompiledPlan | None:
             continue
         differences = (
             now.given_bytes - then.given_bytes,
-            now.loss_point_bytes - then.loss_point_bytes,
+            now.loss_point_more_bytes - then.loss_point_more_bytes,
             now.backward_bytes - then.backward_bytes,
         )
         more_bytes = sum(max(0, n) for n in differences)

@@ -149,7 +149,7 @@ def end_forward(step: Step, results: list[Any]) -> list[Any]:
     returned = set(map(id, results))
     saved = [t.detach() if id(t) in returned else t for t in saved]
     compiled: CompiledPlan = step.plan
-    held_bytes = compiled.held_bytes(step.context, graph.turn_bytes)
+    held_bytes = compiled.held_bytes(step.context, graph.loss_point_bytes)
     step.keep(saved, [results[i] for i in graph.made_outputs], held_bytes=held_bytes)
     loop.in_flight.add(step)
     if regions.several:

@@ -88,7 +88,7 @@ def link_key(
     return device, folder_of(host_dir), *pieces_of(device, host_limit_bytes)
 
 
-def know_link(key: LinkKey, link: MeasuredLink) -> None:
+def record_link(key: LinkKey, link: MeasuredLink) -> None:
     """Use ``link`` as if it had been measured under ``key``."""
     _links[key] = link
 

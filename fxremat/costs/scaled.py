@@ -337,7 +337,7 @@ def _keeps_bits(node: fx.Node, cache: CostCache, note: Note) -> bool:
     sizes = tuple(map(int, args[count : count + len(parts.hints)]))
     inputs = [n.meta["val"] for n in args[:count]]
     keeps_bits = not other_bits(parts, inputs, sizes, cache=cache, note=note)
-    parts.settle(sizes, keeps_bits=keeps_bits)
+    parts.confirm_bits(sizes, keeps_bits=keeps_bits)
     return keeps_bits
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fxremat import torch_compat
 from fxremat.cache.origins import key_of
-from fxremat.costs.bandwidth import know_link, link_key, measure_link
+from fxremat.costs.bandwidth import link_key, measure_link, record_link
 from fxremat.errors import CostError
 from fxremat.graph.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
 from fxremat.graph.graph import Graph
@@ -90,7 +90,7 @@ def _measured_link(graph: Graph, host: HostMemory) -> MeasuredLink:
     name = key_of(replace(traced.origin, operations="", code="", inputs=()), link=key[1:])
     link = graph.costs.link if graph.costs else graph.store.get("link", name, MeasuredLink)
     if link is not None:
-        know_link(key, link)
+        record_link(key, link)
         return link
     with torch_compat.real_execution(), torch.no_grad():
         link = measure_link(traced.line.joint.device, host_dir=folder, host_limit_bytes=limit)

@@ -500,9 +500,9 @@ class Graph:
         each = self.traced(values).base.gradient_each_bytes
         return [each[i] for i in sorted(primals)]
 
-    def turn_bytes(self, context: StepContext) -> int:
+    def loss_point_bytes(self, context: StepContext) -> int:
         """Return the bytes that the step's own loss needs in a context."""
-        return context.turn_bytes(self.traced(context.sizes).base)
+        return context.loss_point_bytes(self.traced(context.sizes).base)
 
     def tangent_bytes(self, values: Values) -> int:
         """Return the bytes of the gradients of the outputs at sizes ``values``."""

@@ -84,15 +84,15 @@ def record_memory(
     calls: list[int] = []
     loss_point = 0
     for index, (call, asked) in enumerate(zip(program.calls, requests.calls, strict=True)):
-        if index == program.turn:
-            loss_point = record.pass_loss_point(requests.turn, context_bytes)
-        released = sum(m.release == index < program.turn for m in moves)
+        if index == program.loss_point:
+            loss_point = record.pass_loss_point(requests.loss_point, context_bytes)
+        released = sum(m.release == index < program.loss_point for m in moves)
         record.follow(asked[:released])
         calls.append(record.next())
         record.follow(asked[released:], _workspaces(call, footprints))
         record.next()
-    if program.turn == len(program.calls):
-        loss_point = record.pass_loss_point(requests.turn, context_bytes)
+    if program.loss_point == len(program.calls):
+        loss_point = record.pass_loss_point(requests.loss_point, context_bytes)
     end = record.next()
     record.follow(requests.end, [Tensor("copy of a gradient", 0, Kind.WORKSPACES)])
     modules = tuple(
@@ -109,7 +109,7 @@ def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Foo
     memory = record_memory(program, context_bytes, footprints, (), roles={}, beside={})
     held = memory.held_bytes()
     instant = held.index(max(held))
-    if instant == memory.turn:
+    if instant == memory.loss_point:
         return "the loss point, between forward and backward"
     if instant == memory.end:
         return "the end of the backward, when all gradients exist"
@@ -241,7 +241,7 @@ class _Record:
         gone_bytes = sum(context_bytes.tangent_each_bytes) - context_bytes.tangent_bytes
         gone_bytes = max(0, gone_bytes - context_bytes.cleared_bytes)
         made_bytes = sum(n for key, n in requests[released:] if n > 0 and key != WORKSPACE)
-        early_bytes = min(gone_bytes, max(0, made_bytes - context_bytes.turn_bytes))
+        early_bytes = min(gone_bytes, max(0, made_bytes - context_bytes.loss_point_bytes))
         self.drop_outputs(early_bytes)
         instant = self.next()
         self.follow(requests[released:])

@@ -185,6 +185,6 @@ def nothing_crosses_the_loss_point(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
     """Where the loss is outside of the graph, only pinned tensors cross the last cut."""
-    if graph.line.ends_at_turn:
+    if graph.line.ends_at_loss_point:
         for node in graph.line.stages[-1].boundary:
             yield node, "crosses the cut before the loss point"

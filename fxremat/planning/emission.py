@@ -179,7 +179,7 @@ def _plan(
         beside=graph.described(context),
         sizes=tuple(zip(line.joint.sizes.names, context.sizes, strict=True)),
         fused=_fused(program, context.sizes),
-        waiting_bytes=evaluation.turn_bytes - held.given_bytes - held.loss_point_bytes,
+        waiting_bytes=evaluation.loss_point_bytes - held.given_bytes - held.loss_point_more_bytes,
         measured=pool.costs,
         usual=chosen.usual,
         zeros_budget_bytes=chosen.zeros_budget_bytes,
@@ -200,7 +200,7 @@ def _completed(
     if bound is not None:
         plan = replace(plan, lower_bound_s=min(bound(), total_s))
     own = kept()
-    baseline = Outline(own.seconds, own.peaks_bytes, own.turn, own.turn_bytes)
+    baseline = Outline(own.seconds, own.peaks_bytes, own.loss_point, own.loss_point_bytes)
     return replace(plan, memory=record(), kept=baseline)
 
 

@@ -31,8 +31,8 @@ class _Step:
         origin: the origin of its costs.
         structure_digest: the digest of its graph's structure.
         costs: its costs.
-        context_bytes: ``given_bytes``, ``turn_bytes``, ``tangent_bytes`` and ``end_bytes`` of its
-            step context.
+        context_bytes: ``given_bytes``, ``loss_point_bytes``, ``tangent_bytes`` and ``end_bytes`` of
+            its step context.
     """
 
     origin: Origin
@@ -94,14 +94,14 @@ def agreed_costs(
     Raises:
         RankError: the processes have captured different steps.
     """
-    base = context.given_bytes, context.turn_bytes, context.tangent_bytes, context.end_bytes
+    base = context.given_bytes, context.loss_point_bytes, context.tangent_bytes, context.end_bytes
     own = _Step(origin, structure_digest, costs, base)
     agreed = peers.agree("the captured step", _Step, own, _slowest_step)
-    given_bytes, turn_bytes, tangent_bytes, end_bytes = agreed.context_bytes
+    given_bytes, loss_point_bytes, tangent_bytes, end_bytes = agreed.context_bytes
     most = replace(
         context,
         given_bytes=given_bytes,
-        turn_bytes=turn_bytes,
+        loss_point_bytes=loss_point_bytes,
         tangent_bytes=tangent_bytes,
         end_bytes=end_bytes,
     )

@@ -56,7 +56,7 @@ def context_to_hold_least(
 
     See :func:`region_context` for the arguments.
     """
-    correction = Correction(turn_bytes=_all_storage_bytes(graph, context))
+    correction = Correction(loss_point_bytes=_all_storage_bytes(graph, context))
     return region_context(context, correction, host_bytes)
 
 
@@ -85,10 +85,10 @@ def context_to_hold_least_within(
     """
     least = context_to_hold_least(graph, context, host_bytes)
     given_bytes = graph.held(least).given_bytes
-    held_bytes = least_bytes(graph, least, None) - given_bytes - least.correction.turn_bytes
+    held_bytes = least_bytes(graph, least, None) - given_bytes - least.correction.loss_point_bytes
     room = Correction(
         more_bytes=held.more_bytes - given_bytes,
-        turn_bytes=max(0, budget_bytes - held.more_bytes - held_bytes),
+        loss_point_bytes=max(0, budget_bytes - held.more_bytes - held_bytes),
         left_bytes=graph.tangent_bytes(context.sizes) + held.left_bytes,
     )
     planned = region_context(context, room, host_bytes)
@@ -107,7 +107,7 @@ def choices_of(graph: Graph, context: StepContext) -> tuple[Choice, ...]:
     all_bytes = _all_storage_bytes(graph, context)
     candidates: dict[Choice, tuple[int, Candidate]] = {}
     for share in graph.options.effort.loss_point_shares:
-        correction = Correction(turn_bytes=int(share * all_bytes))
+        correction = Correction(loss_point_bytes=int(share * all_bytes))
         own = replace(context, waiting_bytes=0, correction=correction, region=True)
         pools = search_again(graph, conditions_of(graph, own))
         for index, pool in enumerate(pools):
@@ -173,7 +173,7 @@ def choose_together(
     corrections = (
         Correction(
             more_bytes=call.forward_bytes,
-            turn_bytes=room_bytes - call.forward_bytes,
+            loss_point_bytes=room_bytes - call.forward_bytes,
             left_bytes=call.backward_bytes - call.forward_bytes,
         )
         for call, room_bytes in zip(calls, knapsack.rooms(calls, solved.chosen), strict=True)
@@ -213,9 +213,9 @@ def _needed_by(
 
 def _choice(pool: Pool, candidate: Candidate) -> Choice:
     evaluation, held = pool.search.evaluator.evaluation(candidate), pool.held
-    loss_point, peaks_bytes = evaluation.turn, evaluation.peaks_bytes
+    loss_point, peaks_bytes = evaluation.loss_point, evaluation.peaks_bytes
     return Choice(
-        evaluation.turn_bytes - held.given_bytes - held.loss_point_bytes,
+        evaluation.loss_point_bytes - held.given_bytes - held.loss_point_more_bytes,
         max((*peaks_bytes[:loss_point], held.given_bytes)) - held.given_bytes,
         max((*peaks_bytes[loss_point:], evaluation.end_bytes)) - held.given_bytes,
         candidate.total_s,

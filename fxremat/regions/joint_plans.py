@@ -291,7 +291,7 @@ def planned_context(
     )
     correction = Correction(
         more_bytes=held_bytes - own_bytes + begin_bytes,
-        turn_bytes=max(own.turn_bytes for own in corrections),
+        loss_point_bytes=max(own.loss_point_bytes for own in corrections),
         left_bytes=max(own.left_bytes for own in corrections),
     )
     planned = region_context(context, correction, host_bytes)

@@ -29,7 +29,7 @@ def check_plan(plan: Plan) -> None:
         _check_memory(plan)
     if plan.kept is not None:
         _as_many("kept", plan.kept.peaks_bytes, "its calls", len(plan.kept.seconds))
-        _inside("kept.turn", [plan.kept.turn], len(plan.kept.seconds) + 1)
+        _inside("kept.loss_point", [plan.kept.loss_point], len(plan.kept.seconds) + 1)
 
 
 def _check_chain(plan: Plan) -> None:
@@ -80,7 +80,7 @@ def _check_memory(plan: Plan) -> None:
     # An instant begins with a call or an allocation, and ends with a call.
     most = 2 * (calls + len(memory.lives) + 1)
     _inside("memory.end", [memory.end], most)
-    _inside("memory.turn", [memory.turn], memory.end + 1)
+    _inside("memory.loss_point", [memory.loss_point], memory.end + 1)
     instants = (*memory.calls, memory.end)
     if any(first >= after for first, after in itertools.pairwise(instants)):
         raise ValueError("memory.calls: not in order")

@@ -66,14 +66,14 @@ class Outline:
     Attributes:
         seconds: seconds of each call.
         peaks_bytes: maximum bytes held during each call.
-        turn: index of the first call of the backward.
-        turn_bytes: maximum bytes held between forward and backward.
+        loss_point: index of the first call of the backward.
+        loss_point_bytes: maximum bytes held between forward and backward.
     """
 
     seconds: tuple[float, ...]
     peaks_bytes: tuple[int, ...]
-    turn: int
-    turn_bytes: int
+    loss_point: int
+    loss_point_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class StepMemory:
         tensors: the tensors.
         lives: intervals in which they are held, by ascending ``begin``.
         calls: first instant of each call, in the order of the plan's timeline.
-        turn: instant of the loss point, between forward and backward.
+        loss_point: instant of the loss point, between forward and backward.
         end: instant after the last call.
         modules: for each stage, the path of the module of its operations.
     """
@@ -95,7 +95,7 @@ class StepMemory:
     tensors: tuple[Tensor, ...] = ()
     lives: tuple[Life, ...] = ()
     calls: tuple[int, ...] = ()
-    turn: int = 0
+    loss_point: int = 0
     end: int = 0
     modules: tuple[str, ...] = ()
 
@@ -115,7 +115,7 @@ class StepMemory:
     def spans(self) -> Iterator[range]:
         """Yield the instants of each call. The call is done at the last of them."""
         for first, after in zip(self.calls, (*self.calls[1:], self.end), strict=True):
-            yield range(first, self.turn if first < self.turn < after else after)
+            yield range(first, self.loss_point if first < self.loss_point < after else after)
 
     def times(self, timeline: Timeline) -> tuple[float, ...]:
         """Return the time in seconds at which each instant begins, spread evenly over its call.
@@ -129,7 +129,7 @@ class StepMemory:
             for i, instant in enumerate(instants):
                 share = i / max(len(instants) - 1, 1)
                 found[instant] = run.start_s + (run.end_s - run.start_s) * share
-            if instants.stop in (self.turn, self.end):
+            if instants.stop in (self.loss_point, self.end):
                 found[instants.stop] = run.end_s
         return tuple(found)
 

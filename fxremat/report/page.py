@@ -70,7 +70,7 @@ def data_of(plan: AnyPlan) -> dict[str, Any]:
         if is_step
         else [[p.peak_bytes, p.predicted_s] for p in first.frontier.points],
         "makespan_s": view.timeline.makespan_s,
-        "turn": memory.turn,
+        "loss_point": memory.loss_point,
         "end": memory.end,
         "times_s": view.times_s,
         "areas": [{"name": a.name, "kind": a.kind.name, "colour": a.colour} for a in areas],

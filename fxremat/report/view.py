@@ -106,12 +106,14 @@ class _Joined:
         begins = []
         for place, (region, row) in enumerate(zip(self._regions, self._step.regions, strict=True)):
             begins.append(self._count)
-            self._run(place, region.forward, range(region.memory.turn))
+            self._run(place, region.forward, range(region.memory.loss_point))
             self._between(BESIDE, Kind.OTHER, row.between_bytes, row.between_s)
-        turn = self._count - 1
+        loss_point = self._count - 1
         for place in reversed(range(len(self._regions))):
             memory, back = self._regions[place].memory, self._count
-            self._run(place, self._regions[place].backward, range(memory.turn + 1, memory.end + 1))
+            self._run(
+                place, self._regions[place].backward, range(memory.loss_point + 1, memory.end + 1)
+            )
             self._live(place, begins[place], back)
             earlier_s = self._step.regions[place - 1].between_s if place else None
             left_bytes = self._step.regions[place].between_back_bytes
@@ -124,7 +126,7 @@ class _Joined:
             tuple(self._tensors),
             tuple(sorted(self._lives, key=lambda life: (life.begin, life.tensor))),
             tuple(self._calls),
-            turn,
+            loss_point,
             self._count - 1,
             tuple(
                 _module(place, module)
@@ -188,14 +190,16 @@ class _Joined:
         ``back``.
         """
         region, first_stage = self._regions[place], self._first_stages[place]
-        turn, is_last = region.memory.turn, place == len(self._regions) - 1
+        loss_point, is_last = region.memory.loss_point, place == len(self._regions) - 1
         numbers: dict[int, int] = {}
         for life in region.lives:
             own = region.memory.tensors[life.tensor]
             first = (
-                begin + life.begin if life.begin < turn else back + max(0, life.begin - turn - 1)
+                begin + life.begin
+                if life.begin < loss_point
+                else back + max(0, life.begin - loss_point - 1)
             )
-            last = begin + life.end if life.end <= turn else back + life.end - turn - 1
+            last = begin + life.end if life.end <= loss_point else back + life.end - loss_point - 1
             if first >= last:
                 continue
             if own.kind is Kind.LOSS and not is_last:  # tangents, and what later backwards made
@@ -228,7 +232,7 @@ class _Region:
         calls = iter(memory.calls)
         for event in plan.timeline.events:
             if event.lane is Lane.COMPUTE:
-                is_forward = next(calls) < memory.turn
+                is_forward = next(calls) < memory.loss_point
             else:
                 is_forward = event.lane is Lane.D2H
             (self.forward if is_forward else self.backward).append(event)
@@ -247,33 +251,37 @@ def _outline(step: StepPlan) -> Outline | None:
     """Return the step where every graph keeps everything.
 
     A region's plan has that of its graph beside what earlier ones hold as planned; where those keep
-    everything, they hold more, by as much as they do at their own turns.
+    everything, they hold more, by as much as they do at their loss points.
     """
     rows = step.regions
     outlines = [row.plan.kept for row in rows if row.plan.kept is not None]
     if len(outlines) < len(rows):
         return None
-    turns = [row.plan.memory.held_bytes()[row.plan.memory.turn] for row in rows]
-    more = [kept.turn_bytes - planned for kept, planned in zip(outlines, turns, strict=True)]
+    loss_points = [row.plan.memory.held_bytes()[row.plan.memory.loss_point] for row in rows]
+    more = [
+        kept.loss_point_bytes - planned for kept, planned in zip(outlines, loss_points, strict=True)
+    ]
     more_bytes = list(accumulate(more, initial=0))  # by what earlier ones hold more, of each
     held_bytes = list(accumulate((row.held_bytes for row in rows), initial=step.there_bytes))
     calls: list[tuple[float, int]] = []  # seconds and peak
     for place, (row, kept) in enumerate(zip(rows, outlines, strict=True)):
-        forward = zip(kept.seconds[: kept.turn], kept.peaks_bytes, strict=False)
+        forward = zip(kept.seconds[: kept.loss_point], kept.peaks_bytes, strict=False)
         calls += ((seconds, peak + more_bytes[place]) for seconds, peak in forward)
         if place < len(rows) - 1:
             there_bytes = held_bytes[place + 1] + row.between_bytes + more_bytes[place + 1]
             calls.append(((row.between_s or 0.0) / 2, there_bytes))
-    turn = len(calls)
+    loss_point = len(calls)
     for place in reversed(range(len(rows))):
         row, kept = rows[place], outlines[place]
         if place < len(rows) - 1:
             there_bytes = held_bytes[place + 1] + rows[place + 1].between_back_bytes
             calls.append(((row.between_s or 0.0) / 2, there_bytes + more_bytes[place + 1]))
-        backward = zip(kept.seconds[kept.turn :], kept.peaks_bytes[kept.turn :], strict=True)
+        backward = zip(
+            kept.seconds[kept.loss_point :], kept.peaks_bytes[kept.loss_point :], strict=True
+        )
         calls += ((seconds, peak + more_bytes[place]) for seconds, peak in backward)
     seconds, peaks_bytes = zip(*calls, strict=True)
-    return Outline(seconds, peaks_bytes, turn, outlines[-1].turn_bytes + more_bytes[-2])
+    return Outline(seconds, peaks_bytes, loss_point, outlines[-1].loss_point_bytes + more_bytes[-2])
 
 
 def _of_stage(op: Op | Copy, first: int) -> Op | Copy:

@@ -13,7 +13,7 @@ import torch
 from fxremat import torch_compat
 from fxremat.errors import CostError
 
-FORWARD, TURN, BACKWARD, AFTER = "forward", "turn", "backward", "after"
+FORWARD, LOSS_POINT, BACKWARD, AFTER = "forward", "loss point", "backward", "after"
 """Phases of a call: its forward, what follows it, its backward, what follows that."""
 
 DONE = "done"
@@ -32,7 +32,7 @@ class MemoryProfile:
     Attributes:
         forward_bytes: peak during the forward.
         left_bytes: bytes at the end of the forward.
-        turn_bytes: peak from there to the backward.
+        loss_point_bytes: peak from there to the backward.
         taken_bytes: bytes at the begin of the backward; ``None`` if there was none.
         backward_bytes: peak until the backward had ended.
         begin_bytes: bytes at the begin of the call, relative to the begin of the step.
@@ -45,7 +45,7 @@ class MemoryProfile:
 
     forward_bytes: int
     left_bytes: int
-    turn_bytes: int
+    loss_point_bytes: int
     taken_bytes: int | None = None
     backward_bytes: int = 0
     begin_bytes: int = 0
@@ -57,7 +57,7 @@ class MemoryProfile:
     @property
     def peak_bytes(self) -> int:
         """Peak during forward and backward."""
-        return max(self.forward_bytes, self.turn_bytes, self.backward_bytes)
+        return max(self.forward_bytes, self.loss_point_bytes, self.backward_bytes)
 
 
 @dataclass(slots=True)
@@ -153,7 +153,7 @@ class Watcher:
         """Note that the latest forward has ended and left ``step``."""
         if self._watches_thread() and self._calls and self._calls[-1].step is None:
             self._calls[-1].step = weakref.ref(step)
-            self._mark(len(self._calls) - 1, TURN)
+            self._mark(len(self._calls) - 1, LOSS_POINT)
 
     @property
     def is_on(self) -> bool:
@@ -292,7 +292,7 @@ def _with_unlogged(events: _Events, gone: Sequence[Sequence[int]]) -> _Events:
 
     A logged release of equal size outside of calls is taken to be one of them.
     """
-    outside = tuple(_mark_name(place, TURN) for place in range(len(gone)))
+    outside = tuple(_mark_name(place, LOSS_POINT) for place in range(len(gone)))
     logged: Counter[int] = Counter()
     begins = {_mark_name(place, BACKWARD): sizes for place, sizes in enumerate(gone)}
     complete: _Events = []
@@ -324,7 +324,7 @@ def _whole_step(events: _Events) -> tuple[int, int, bool]:
 
 
 def _profile_of(events: _Events, place: int) -> MemoryProfile:
-    names = {_mark_name(place, phase): phase for phase in (FORWARD, TURN, BACKWARD, AFTER)}
+    names = {_mark_name(place, phase): phase for phase in (FORWARD, LOSS_POINT, BACKWARD, AFTER)}
     current, phase, now, begin = "", "", 0, 0
     first: dict[str, int] = {}
     most: dict[str, int] = {}  # by phase, including other calls in between
@@ -338,15 +338,15 @@ def _profile_of(events: _Events, place: int) -> MemoryProfile:
         most[phase] = max(most.get(phase, now), now)
         if current:
             during[current] = max(during.get(current, now), now)
-    left = next((first[p] for p in (TURN, BACKWARD, AFTER) if p in first), now)
+    left = next((first[p] for p in (LOSS_POINT, BACKWARD, AFTER) if p in first), now)
     taken = first.get(BACKWARD, first.get(AFTER))
     return MemoryProfile(
         forward_bytes=during.get(FORWARD, begin) - begin,
         left_bytes=left - begin,
-        turn_bytes=most.get(TURN, left) - begin,
+        loss_point_bytes=most.get(LOSS_POINT, left) - begin,
         taken_bytes=None if taken is None else taken - begin,
         backward_bytes=max(during.get(BACKWARD, begin) - begin, 0),
         begin_bytes=begin,
-        after_bytes=during.get(TURN, left) - begin,
+        after_bytes=during.get(LOSS_POINT, left) - begin,
         before_bytes=max(during.get(AFTER, begin) - begin, 0),
     )

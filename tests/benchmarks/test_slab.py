@@ -31,8 +31,8 @@ def test_what_is_given_is_beside_the_slab():
     asked = Requests(
         given_bytes=(600,),
         calls=(((0, 3 << 20), (0, -(3 << 20))), ((1, 3 << 20),)),
-        turn=(),
-        turn_index=1,
+        loss_point=(),
+        loss_point_index=1,
         end=(),
         unplaced_bytes=7,
     )

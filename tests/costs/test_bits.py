@@ -138,7 +138,7 @@ def test_parts_are_one_where_bits_would_change(keeps: bool):
         return x + 1
 
     parts = parts_of(noted, name="noted")
-    parts.settle((), keeps_bits=keeps)
+    parts.confirm_bits((), keeps_bits=keeps)
     x = torch.randn(ROWS, WIDTH)
     assert torch.equal(parts(x), x + 1)
     assert seen == ([2] * 4 if keeps else [ROWS])
@@ -148,7 +148,7 @@ def test_parts_are_one_where_bits_would_change(keeps: bool):
 def test_they_are_one_where_bits_of_any_call_would_change():
     parts = parts_of(torch.neg, name="neg")
     for keeps, parts_now in ((True, 4), (False, 1), (True, 1)):
-        parts.settle((), keeps_bits=keeps)
+        parts.confirm_bits((), keeps_bits=keeps)
         assert parts.count({}) == parts_now
 
 

@@ -95,4 +95,4 @@ def test_they_are_given(monkeypatch: pytest.MonkeyPatch):
     with_them = context_bytes_of(joint, {}, Caller())
     assert with_them.given_bytes - without.given_bytes == 64 * MIB
     assert {40 * MIB, 24 * MIB} <= {*with_them.given_each_bytes}
-    assert with_them.turn_bytes == without.turn_bytes
+    assert with_them.loss_point_bytes == without.loss_point_bytes

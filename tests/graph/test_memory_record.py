@@ -28,8 +28,8 @@ def assert_recorded(plan: Plan) -> None:
     assert memory.peak_bytes == max(held) == plan.predicted_held_bytes
     assert all(0 <= life.begin < life.end <= memory.count for life in memory.lives)
     assert memory.count == len(held)
-    before = [e.op for e, span in zip(events, spans, strict=True) if span.stop <= memory.turn]
-    after = [e.op for e, span in zip(events, spans, strict=True) if span.start > memory.turn]
+    before = [e.op for e, span in zip(events, spans, strict=True) if span.stop <= memory.loss_point]
+    after = [e.op for e, span in zip(events, spans, strict=True) if span.start > memory.loss_point]
     assert [*before, *after] == [e.op for e in events]
     assert not any(isinstance(op, Backward) for op in before)
     assert {op.stage for op in after if not isinstance(op, Backward)} <= {op.stage for op in before}

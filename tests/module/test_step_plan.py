@@ -120,12 +120,12 @@ def test_the_step_on_one_axis_holds_what_each_plan_says(way: str) -> None:
     expected: list[int] = []
     waiting_bytes = plan.there_bytes
     for row in plan.regions:
-        expected += row.plan.memory.held_bytes()[: row.plan.memory.turn]
+        expected += row.plan.memory.held_bytes()[: row.plan.memory.loss_point]
         waiting_bytes += row.held_bytes
         expected.append(waiting_bytes + row.between_bytes)
-    assert view.memory.turn == len(expected) - 1
+    assert view.memory.loss_point == len(expected) - 1
     for row in reversed(plan.regions):
-        expected += row.plan.memory.held_bytes()[row.plan.memory.turn + 1 :]
+        expected += row.plan.memory.held_bytes()[row.plan.memory.loss_point + 1 :]
         waiting_bytes -= row.held_bytes
         expected.append(waiting_bytes + row.between_back_bytes)
     assert list(held) == expected
@@ -173,9 +173,9 @@ def test_a_page_and_a_trace_show_the_whole_step(way: str, tmp_path: Path) -> Non
         line.label for line in group_regions(plan)
     ]
     kept = told["kept"]
-    assert max(kept["turn_bytes"], *kept["peaks_bytes"]) == plan.baseline_peak_bytes
+    assert max(kept["loss_point_bytes"], *kept["peaks_bytes"]) == plan.baseline_peak_bytes
     assert sum(kept["seconds"]) == pytest.approx(plan.baseline_s)
-    assert len(kept["seconds"]) == len(kept["peaks_bytes"]) > kept["turn"]
+    assert len(kept["seconds"]) == len(kept["peaks_bytes"]) > kept["loss_point"]
     stages = {stage["module"].split(".")[1] for stage in told["stages"]}
     assert stages == {str(n + 1) for n in range(len(plan.regions))}
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]

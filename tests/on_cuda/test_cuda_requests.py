@@ -39,7 +39,9 @@ def asked_for() -> list[int]:
 def sizes_of(requests: Requests) -> Iterator[int]:
     """Bytes of each, but of those that a loss outside the model is taken to make."""
     calls = [*requests.calls]
-    calls.insert(requests.turn_index, tuple(r for r in requests.turn if r[0] != WORKSPACE))
+    calls.insert(
+        requests.loss_point_index, tuple(r for r in requests.loss_point if r[0] != WORKSPACE)
+    )
     return (nbytes for call in (*calls, requests.end) for _, nbytes in call)
 
 

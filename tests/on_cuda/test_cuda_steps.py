@@ -53,9 +53,9 @@ def test_steps_may_overlap(mode: Mode):
     entry = ENTRIES["gpt"]
 
     def interleaved(model: nn.Module, call: Callable[..., Any]) -> list[Any]:
-        for turn in range(2):
+        for loss_point in range(2):
             losses = []
-            for seed in (turn, turn + 7):
+            for seed in (loss_point, loss_point + 7):
                 args, kwargs = move(entry.sample(seed), CUDA)
                 torch.manual_seed(seed)
                 losses.append(entry.loss(call(*args, **kwargs)))

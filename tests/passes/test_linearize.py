@@ -66,13 +66,13 @@ def test_a_line_ends_at_the_turn_where_the_loss_is_outside(name: str):
     """A last stage without operations: no scalar outside takes memory worth one."""
     line = captured(name).line
     outside = any(n.meta["val"].numel() > 1 for n in line.joint.tangents)
-    assert line.ends_at_turn == outside
+    assert line.ends_at_loss_point == outside
     *others, last = line.stages
     assert all(stage.forward or stage.backward for stage in others)
     if outside:
         assert last == StageNodes((), (), (), (), (), ())
     names = [line.name_of(index) for index in range(len(line.stages))]
-    assert (names[-1] == "turn") == outside
+    assert (names[-1] == "loss point") == outside
     assert len(set(names)) == len(names)
 
 

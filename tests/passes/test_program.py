@@ -101,13 +101,13 @@ def test_the_turn_is_where_the_backward_begins(name: str):
     last = len(step.line.stages) - 1
     for schedule in schedules(last + 1).values():
         program = step.program(schedule)
-        before, after = program.calls[: program.turn], program.calls[program.turn :]
+        before, after = program.calls[: program.loss_point], program.calls[program.loss_point :]
         assert all(isinstance(call.op, Forward) for call in before)
         ops = schedule.computations
-        turn = ops.index(Backward(last))
-        assert _is_part([call.op for call in before], ops[:turn])
-        assert _is_part([call.op for call in after], ops[turn:])
-        if not step.line.ends_at_turn:
+        loss_point = ops.index(Backward(last))
+        assert _is_part([call.op for call in before], ops[:loss_point])
+        assert _is_part([call.op for call in after], ops[loss_point:])
+        if not step.line.ends_at_loss_point:
             assert after[0].op == Backward(last)
         backwards = [call.op.stage for call in after if isinstance(call.op, Backward)]
         # A stage without gradients, or whose gradients nobody reads, has no backward to call.
@@ -128,16 +128,16 @@ def _is_part(found: Iterable[Compute], ops: Iterable[Compute]) -> bool:
 
 
 def test_a_loss_outside_finds_nothing_that_can_be_rebuilt():
-    """Every stage may run again after the turn, the last one with operations too."""
+    """Every stage may run again after the loss point, the last one with operations too."""
     step = captured("inplace")
     count = len(step.line.stages)
-    assert step.line.ends_at_turn
+    assert step.line.ends_at_loss_point
     forwards = [Forward(0, Keep.INPUT), *(Forward(i, Keep.NONE) for i in range(1, count - 1))]
-    turn = [Forward(count - 1, Keep.ALL), Backward(count - 1)]
-    program = step.program(Schedule((*forwards, *turn, *keep_all(count - 1))))
+    loss_point = [Forward(count - 1, Keep.ALL), Backward(count - 1)]
+    program = step.program(Schedule((*forwards, *loss_point, *keep_all(count - 1))))
     assert_bitwise_equal(run_emitted(step, program), run_traced(step))
     assert {*program.saved} <= {*step.joint.given, *step.line.pinned}
-    again = [c.op.stage for c in program.calls[program.turn :] if isinstance(c.op, Forward)]
+    again = [c.op.stage for c in program.calls[program.loss_point :] if isinstance(c.op, Forward)]
     assert max(again) == count - 2
 
 

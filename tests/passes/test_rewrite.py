@@ -156,8 +156,8 @@ def test_one_stage_called_in_two_ways_has_two_names():
         program = step.program(random_schedule(len(step.line.stages), seed))
         forward, backward = rewrite(program, step.sweep(program).peaks_bytes, BlockModules())
         for graph, calls in (
-            (forward, program.calls[: program.turn]),
-            (backward, program.calls[program.turn :]),
+            (forward, program.calls[: program.loss_point]),
+            (backward, program.calls[program.loss_point :]),
         ):
             targets = [s.target for s in graph.body.statements if s.calls_stage]
             keys = [block_key(call.block, step.joint.storages) for call in calls]
@@ -214,7 +214,7 @@ def test_an_output_that_no_backward_reads_is_not_handed_over():
     """Autograd would hold it until the backward, though the caller may have dropped it."""
     step = captured("buffers")
     program = step.program(keep_all(len(step.line.stages)))
-    read = {n for call in program.calls[program.turn :] for n in call.block.inputs}
+    read = {n for call in program.calls[program.loss_point :] for n in call.block.inputs}
     returned = {n for n in step.joint.backward_outputs if isinstance(n, fx.Node)}
     assert set(step.joint.forward_outputs) - read
     assert read | returned >= set(program.saved)

@@ -68,14 +68,14 @@ def test_branches_and_the_turn_are_never_in_one_with_others(line: Line):
     spans = spans_of(line, kinds_of(line.joint))
     starts = begins(line, spans)
     assert set(line.segments.ends) <= set(starts)
-    if line.ends_at_turn:
+    if line.ends_at_loss_point:
         assert spans[-1].forward == ()
 
 
 def test_of_cuts_between_two_products_at_most_the_least_crossed_is_left(line: Line):
     kinds = kinds_of(line.joint)
     starts = begins(line, spans_of(line, kinds))
-    fixed = {*line.segments.ends, len(line.stages) - 1 if line.ends_at_turn else 0, 0}
+    fixed = {*line.segments.ends, len(line.stages) - 1 if line.ends_at_loss_point else 0, 0}
     table = line.joint.storages
     alone = 0
     runs: dict[int, list[int]] = {}

@@ -73,7 +73,7 @@ def around(step: Captured) -> ContextBytes:
     return replace(
         found,
         given_bytes=found.given_bytes + 12_345,
-        turn_bytes=found.turn_bytes + 5_000_000,
+        loss_point_bytes=found.loss_point_bytes + 5_000_000,
         end_bytes=54_321,
     )
 
@@ -100,10 +100,10 @@ def check(
     assert now == found.given_bytes
     peaks, held = [], []
     for index, requests in enumerate(asked.calls):
-        if index == asked.turn_index:
-            turn, now = sums(asked.turn, now)
+        if index == asked.loss_point_index:
+            loss_point, now = sums(asked.loss_point, now)
             if not moves:
-                assert turn == evaluation.turn_bytes
+                assert loss_point == evaluation.loss_point_bytes
         peak, now = sums(requests, now)
         peaks.append(peak)
         held.append(now)
@@ -244,15 +244,15 @@ def test_what_is_reserved_leaves_a_segment_for_small_blocks_that_nobody_told_of(
 
 def test_small_blocks_of_a_loss_are_asked_of_the_small_pool():
     step, carried = captured("gpt_logits"), carried_out("gpt_logits")[0]
-    plain = replace(around(step), turn_bytes=around(step).turn_bytes + 40_000_000)
-    small = replace(plain, turn_small_bytes=30_000_000)
+    plain = replace(around(step), loss_point_bytes=around(step).loss_point_bytes + 40_000_000)
+    small = replace(plain, loss_point_small_bytes=30_000_000)
     whole, pieces = (
         requests_of_step(carried.program, each, step.footprints) for each in (plain, small)
     )
-    assert sums(pieces.turn, 0) == sums(whole.turn, 0)
-    most = [max(nbytes for _, nbytes in each.turn) for each in (whole, pieces)]
+    assert sums(pieces.loss_point, 0) == sums(whole.loss_point, 0)
+    most = [max(nbytes for _, nbytes in each.loss_point) for each in (whole, pieces)]
     assert most[0] - most[1] <= 30_000_000
-    asked = [nbytes for _, nbytes in pieces.turn if 0 < nbytes <= 1 << 20]
+    asked = [nbytes for _, nbytes in pieces.loss_point if 0 < nbytes <= 1 << 20]
     assert 29_000_000 <= sum(asked) <= 32_000_000
 
 
@@ -297,7 +297,9 @@ def test_whoever_runs_at_the_peak_is_in_the_way_of_a_lower_one(name: str):
     joint = search.measured.line.joint
     for candidate in search.pool.thinned(4):
         evaluation = search.evaluator.evaluation(candidate)
-        if max(evaluation.peaks_bytes) == candidate.peak_bytes:  # not the turn's, nor the end's
+        if (
+            max(evaluation.peaks_bytes) == candidate.peak_bytes
+        ):  # not the loss point's, nor the end's
             assert crowding(search, candidate, candidate.peak_bytes - 1)
         given = {n.name for n in (*joint.given, *joint.tangents)}
         everything = crowding(search, candidate, 0)

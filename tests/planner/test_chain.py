@@ -99,20 +99,20 @@ def test_parameter_gradients_pile_up_towards_the_first_stage():
 def test_the_turn_is_charged_with_the_loss_and_nothing_else():
     step = captured("lora")
     chain = chain_of(step)
-    around = replace(step.context_bytes, turn_bytes=3 * step.context_bytes.tangent_bytes)
+    around = replace(step.context_bytes, loss_point_bytes=3 * step.context_bytes.tangent_bytes)
     costs = build_costs(step.measured, chain, step.evaluator(around), options=False)
-    *_, last, turn = costs.stages
-    assert chain.stages[-1].name == "turn"
+    *_, last, loss_point = costs.stages
+    assert chain.stages[-1].name == "loss point"
     assert chain.saved_set(len(chain) - 1) == frozenset()
-    assert (turn.forward_s, turn.rebuild_s, turn.backward_s) == (0.0, 0.0, 0.0)
-    assert turn.backward_extra_bytes == turn.rebuild_bytes == around.turn_bytes
-    assert turn.gradient_bytes == 0
+    assert (loss_point.forward_s, loss_point.rebuild_s, loss_point.backward_s) == (0.0, 0.0, 0.0)
+    assert loss_point.backward_extra_bytes == loss_point.rebuild_bytes == around.loss_point_bytes
+    assert loss_point.gradient_bytes == 0
     assert last.gradient_bytes == around.tangent_bytes > 0
     count = len(chain)
     forwards = [Forward(0, Keep.INPUT), *(Forward(i, Keep.NONE) for i in range(1, count - 1))]
-    for keep in ([], [Forward(count - 1, Keep.INPUT)]):  # by either way to the turn
+    for keep in ([], [Forward(count - 1, Keep.INPUT)]):  # by either way to the loss point
         turned = (*forwards, *keep, Forward(count - 1, Keep.ALL), Backward(count - 1))
         timeline = simulate(chain, costs, Schedule((*turned, *keep_all(count - 1))))
         peak_bytes = max(e.peak_bytes for e in timeline.events if e.op == Backward(count - 1))
         inputs_bytes = chain.nbytes(chain.boundaries[0])
-        assert peak_bytes == costs.fixed_bytes + inputs_bytes + around.turn_bytes
+        assert peak_bytes == costs.fixed_bytes + inputs_bytes + around.loss_point_bytes

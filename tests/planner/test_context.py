@@ -18,7 +18,7 @@ EACH = (10, 20, 40, 80)
 
 BASE = ContextBytes(
     given_bytes=1_000,
-    turn_bytes=500,
+    loss_point_bytes=500,
     tangent_bytes=300,
     given_each_bytes=(600, 400),
     gradient_each_bytes=EACH,
@@ -38,7 +38,10 @@ def test_gradients_that_exist_are_given_one_by_one():
     found = around(StepContext(existing=frozenset(some)))
     assert found.given_bytes == BASE.given_bytes + 10 + 20 + 80
     assert found.given_each_bytes == (*BASE.given_each_bytes, 10, 20, 80)
-    assert (found.turn_bytes, found.tangent_bytes) == (BASE.turn_bytes, BASE.tangent_bytes)
+    assert (found.loss_point_bytes, found.tangent_bytes) == (
+        BASE.loss_point_bytes,
+        BASE.tangent_bytes,
+    )
     assert not found.added
 
 
@@ -54,7 +57,7 @@ def test_those_that_are_cleared_are_there_in_the_forward_only():
     total = 10 + 20 + 80
     found = around(StepContext(existing=frozenset(some), added=frozenset(some), cleared=True))
     assert found.given_bytes == BASE.given_bytes + total
-    assert found.turn_bytes == BASE.turn_bytes
+    assert found.loss_point_bytes == BASE.loss_point_bytes
     assert found.given_bytes + found.tangent_bytes == BASE.given_bytes + BASE.tangent_bytes
     assert not found.added
 
@@ -74,22 +77,26 @@ def test_buckets_are_given_one_by_one():
 
 
 @pytest.mark.parametrize(
-    ("correction", "given", "turn", "tangents"),
+    ("correction", "given", "loss_point", "tangents"),
     [
-        (Correction(turn_bytes=800), 1_000, 800, 300),
-        (Correction(turn_bytes=400), 1_000, 500, 300),
+        (Correction(loss_point_bytes=800), 1_000, 800, 300),
+        (Correction(loss_point_bytes=400), 1_000, 500, 300),
         (Correction(room_bytes=70), 1_000, 570, 300),
-        (Correction(turn_bytes=800, room_bytes=70), 1_000, 870, 300),
+        (Correction(loss_point_bytes=800, room_bytes=70), 1_000, 870, 300),
         (Correction(left_bytes=310), 1_000, 500, 310),
         (Correction(left_bytes=290), 1_000, 500, 300),
         (Correction(more_bytes=5), 1_005, 500, 300),
     ],
 )
 def test_lessons_leave_room_where_it_was_needed(
-    correction: Correction, given: int, turn: int, tangents: int
+    correction: Correction, given: int, loss_point: int, tangents: int
 ):
     found = around(StepContext(correction=correction))
-    assert (found.given_bytes, found.turn_bytes, found.tangent_bytes) == (given, turn, tangents)
+    assert (found.given_bytes, found.loss_point_bytes, found.tangent_bytes) == (
+        given,
+        loss_point,
+        tangents,
+    )
 
 
 def test_what_was_learned_twice_is_the_most_of_both():
@@ -113,7 +120,7 @@ def test_all_that_is_found_is_told_of_and_nothing_else():
     assert sorted(n for _, n in found) == sorted([20 + 40, 18 + 19, 11, 12, 13, 514, 15, 316, 17])
     assert len({what for what, _ in found}) == len(found)
     assert StepContext().described(BASE) == ()
-    as_assumed = Correction(BASE.turn_bytes, 0, BASE.tangent_bytes)
+    as_assumed = Correction(BASE.loss_point_bytes, 0, BASE.tangent_bytes)
     assert StepContext(correction=as_assumed).described(BASE) == ()
 
 
@@ -151,12 +158,16 @@ def test_evaluations_follow_what_is_found():
     def held(context: StepContext) -> tuple[int, int, int]:
         evaluator = own.evaluator(around(context, base))
         found = evaluator.evaluation(evaluator.keep_all())
-        return found.held_bytes[0], found.turn_bytes, found.end_bytes
+        return found.held_bytes[0], found.loss_point_bytes, found.end_bytes
 
-    begin, turn, end = held(StepContext())
-    assert held(StepContext(existing=some)) == (begin + total, turn + total, end + total)
-    assert held(StepContext(existing=some, cleared=True)) == (begin + total, turn + total, end)
-    assert held(StepContext(existing=some, added=some)) == (begin + total, turn + total, end)
+    begin, loss_point, end = held(StepContext())
+    assert held(StepContext(existing=some)) == (begin + total, loss_point + total, end + total)
+    assert held(StepContext(existing=some, cleared=True)) == (
+        begin + total,
+        loss_point + total,
+        end,
+    )
+    assert held(StepContext(existing=some, added=some)) == (begin + total, loss_point + total, end)
 
 
 def test_every_number_of_a_situation_counts():
@@ -173,11 +184,11 @@ def test_every_number_of_a_situation_counts():
 
 def test_a_regions_call_has_just_what_is_beside_it():
     """No loss of its own, less in its backward where that is so, and its share of the host."""
-    beside = Correction(turn_bytes=40, left_bytes=-7, more_bytes=9)
+    beside = Correction(loss_point_bytes=40, left_bytes=-7, more_bytes=9)
     context = StepContext(correction=beside, region=True, host_bytes=5)
     found = around(context)
-    assert (found.given_bytes, found.turn_bytes, found.tangent_bytes) == (1_009, 40, -7)
+    assert (found.given_bytes, found.loss_point_bytes, found.tangent_bytes) == (1_009, 40, -7)
     assert found.host_bytes == 5
-    assert found.turn_bytes != around(replace(context, region=False)).turn_bytes
-    assert context.turn_bytes(BASE) == 0
+    assert found.loss_point_bytes != around(replace(context, region=False)).loss_point_bytes
+    assert context.loss_point_bytes(BASE) == 0
     assert context.described(BASE) == ()

@@ -48,13 +48,13 @@ def test_parameters_and_inputs_are_given():
     _, found = around(Net())
     assert found.given_bytes == GIVEN_BYTES
     assert found.tangent_bytes == OUTPUT_BYTES
-    assert found.turn_bytes == 3 * OUTPUT_BYTES
+    assert found.loss_point_bytes == 3 * OUTPUT_BYTES
 
 
-@pytest.mark.parametrize(("measured", "turn"), [(0, OUTPUT_BYTES), (10_000, 10_000)])
-def test_a_measured_loss_is_believed_but_tangents_are_there_anyway(measured: int, turn: int):
+@pytest.mark.parametrize(("measured", "loss_point"), [(0, OUTPUT_BYTES), (10_000, 10_000)])
+def test_a_measured_loss_is_believed_but_tangents_are_there_anyway(measured: int, loss_point: int):
     _, found = around(Net(), Caller(loss_bytes=measured))
-    assert found.turn_bytes == turn
+    assert found.loss_point_bytes == loss_point
 
 
 def test_what_is_reserved_is_added():
@@ -70,7 +70,7 @@ def test_an_unknown_loss_computes_in_full_precision(dtype: torch.dtype, each: in
     """Logarithms, their gradient and the output's; of few bits, a copy in full as well."""
     model = Net().to(dtype)
     step = capture(model, (torch.randn(ROWS, WIDTH, dtype=dtype),))
-    assert context_bytes_of(step.joint, {}, Caller()).turn_bytes == each * ROWS * WIDTH
+    assert context_bytes_of(step.joint, {}, Caller()).loss_point_bytes == each * ROWS * WIDTH
 
 
 def test_gradients_of_what_the_step_reads_are_no_part_of_it():

@@ -68,8 +68,10 @@ def effects_of(evaluator: Evaluator, candidate: Candidate) -> list[Effect]:
     found = []
     for *effect, held in said:
         tried = evaluator.candidate(codes, np.packbits(held).tobytes())
-        turn_bytes = evaluator.evaluation(tried).turn_bytes
-        found.append(Effect(*effect, start_s - tried.total_s, turn_bytes - start.turn_bytes))
+        loss_point_bytes = evaluator.evaluation(tried).loss_point_bytes
+        found.append(
+            Effect(*effect, start_s - tried.total_s, loss_point_bytes - start.loss_point_bytes)
+        )
     return found
 
 

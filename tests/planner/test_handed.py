@@ -139,7 +139,10 @@ def swept(evaluator: Evaluator, step: Captured, candidate: Candidate) -> Program
     found = sweep(program, step.footprints, evaluator.context_bytes)
     assert evaluation.peaks_bytes == found.peaks_bytes
     assert evaluation.held_bytes == found.held_bytes
-    assert (evaluation.turn_bytes, evaluation.end_bytes) == (found.turn_bytes, found.end_bytes)
+    assert (evaluation.loss_point_bytes, evaluation.end_bytes) == (
+        found.loss_point_bytes,
+        found.end_bytes,
+    )
     assert candidate.peak_bytes == found.peak_bytes
     return program
 

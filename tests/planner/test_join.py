@@ -71,9 +71,9 @@ def random_join_schedule(line: Line, seed: int, branching: Branching | None = No
     after: list[list[Compute]] = []
     for first, end in pairwise((0, *branching.ends)):
         ops = shifted(random_schedule(end - first, draw.randrange(1000)), first)
-        turn = next(i for i, op in enumerate(ops) if isinstance(op, Backward))
-        before += ops[:turn]
-        after.append(ops[turn:])
+        loss_point = next(i for i, op in enumerate(ops) if isinstance(op, Backward))
+        before += ops[:loss_point]
+        after.append(ops[loss_point:])
     start = branching.ends[-1]
     trunk = shifted(random_schedule(len(line.stages) - start, draw.randrange(1000)), start)
     mixed: list[Compute] = []

@@ -43,12 +43,12 @@ def readers(program: Program, storage: int) -> list[int]:
 
 
 def check_places(program: Program, moves: tuple[Move, ...]) -> None:
-    turn = program.turn
+    loss_point = program.loss_point
     for move in moves:
-        assert move.offload <= move.release <= turn <= move.prefetch <= move.wait
+        assert move.offload <= move.release <= loss_point <= move.prefetch <= move.wait
         used = readers(program, move.storage)
-        assert max(i for i in used if i < turn) + 1 == move.offload
-        assert min(i for i in used if i >= turn) == move.wait
+        assert max(i for i in used if i < loss_point) + 1 == move.offload
+        assert min(i for i in used if i >= loss_point) == move.wait
 
 
 kinds = pytest.mark.parametrize("kind", ["all", "periodic", "1", "2"])
@@ -114,9 +114,9 @@ def test_random_memory_is_kept_within_any_budget(data: st.DataObject):
     real, program = movable("gpt")
     count = len(real.evaluation.peaks_bytes)
     peaks = data.draw(st.lists(st.integers(0, 1 << 24), min_size=count, max_size=count))
-    turn_bytes = data.draw(st.integers(0, 1 << 24))
+    loss_point_bytes = data.draw(st.integers(0, 1 << 24))
     evaluation = replace(
-        real.evaluation, peaks_bytes=tuple(peaks), turn_bytes=turn_bytes, end_bytes=0
+        real.evaluation, peaks_bytes=tuple(peaks), loss_point_bytes=loss_point_bytes, end_bytes=0
     )
     found = replace(real, evaluation=evaluation)
     least, full = found.least_bytes, evaluation.peak_bytes

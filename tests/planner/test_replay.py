@@ -48,7 +48,7 @@ evaluator_of = functools.cache(lambda name: captured(name).evaluator(around(capt
 def around(step: Captured) -> ContextBytes:
     """Something of everything."""
     found = step.context_bytes
-    return replace(found, turn_bytes=found.turn_bytes + 100_000, end_bytes=54_321)
+    return replace(found, loss_point_bytes=found.loss_point_bytes + 100_000, end_bytes=54_321)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -69,10 +69,10 @@ def check(step: Captured, evaluator: Evaluator, codes: Codes, held: Held) -> Non
     assert program == build_program(step.line, decoded(codes), decision, handed)
     swept = sweep(program, step.footprints, evaluator.context_bytes)
     assert found.ops == tuple(call.op for call in program.calls)
-    assert found.turn == program.turn
+    assert found.loss_point == program.loss_point
     assert found.peaks_bytes == swept.peaks_bytes
     assert found.held_bytes == swept.held_bytes
-    assert (found.turn_bytes, found.end_bytes) == (swept.turn_bytes, swept.end_bytes)
+    assert (found.loss_point_bytes, found.end_bytes) == (swept.loss_point_bytes, swept.end_bytes)
     assert candidate.peak_bytes == found.peak_bytes == swept.peak_bytes
     taken = seconds(program, step.estimated, step.options)
     assert found.seconds == pytest.approx(taken, rel=1e-12, abs=1e-12 * sum(taken))
@@ -84,14 +84,14 @@ def check(step: Captured, evaluator: Evaluator, codes: Codes, held: Held) -> Non
 
 
 def lives(program: Program) -> dict[int, tuple[set[fx.Node], int, int]]:
-    """Storages of the forward that are read after the turn: what is in each, its uses around it."""
-    table, turn = program.line.joint.storages, program.turn
+    """Storages of the forward that are read after the loss point: what is in each, and its uses."""
+    table, loss_point = program.line.joint.storages, program.loss_point
     last: dict[int, int] = {}
     after: dict[int, int] = {}
-    for index, call in enumerate(program.calls[:turn]):
+    for index, call in enumerate(program.calls[:loss_point]):
         used = call.block.reads | table.of(call.block.outputs)
         last.update(dict.fromkeys(used, index))
-    for index, call in reversed(list(enumerate(program.calls))[turn:]):
+    for index, call in reversed(list(enumerate(program.calls))[loss_point:]):
         after.update(dict.fromkeys(call.block.reads, index))
     saved = {node for stage in program.line.stages for node in stage.forward}
     saved.intersection_update(program.saved)
@@ -237,25 +237,25 @@ def evaluated(around: ContextBytes) -> Evaluation:
 
 
 def test_what_surrounds_the_step_is_there_from_when_it_is_on():
-    none = ContextBytes(0, turn_bytes=0, tangent_bytes=0)
+    none = ContextBytes(0, loss_point_bytes=0, tangent_bytes=0)
     plain, huge = evaluated(none), 1 << 30
-    count, turn = len(plain.ops), plain.turn
+    count, loss_point = len(plain.ops), plain.loss_point
 
     def more(around: ContextBytes) -> tuple[list[int], list[int], int, int]:
         found = evaluated(around)
         return (
             [b - a for a, b in zip(plain.peaks_bytes, found.peaks_bytes, strict=True)],
             [b - a for a, b in zip(plain.held_bytes, found.held_bytes, strict=True)],
-            found.turn_bytes - plain.turn_bytes,
+            found.loss_point_bytes - plain.loss_point_bytes,
             found.end_bytes - plain.end_bytes,
         )
 
-    nothing, late = [0] * count, [0] * turn + [4096] * (count - turn)
+    nothing, late = [0] * count, [0] * loss_point + [4096] * (count - loss_point)
     assert more(replace(none, given_bytes=7)) == ([7] * count, [7] * count, 7, 7)
     assert more(replace(none, tangent_bytes=4096)) == (late, late, 0, 4096)
-    assert more(replace(none, turn_bytes=huge)) == (nothing, nothing, huge, 0)
+    assert more(replace(none, loss_point_bytes=huge)) == (nothing, nothing, huge, 0)
     assert more(replace(none, end_bytes=huge)) == (nothing, nothing, 0, huge)
-    assert plain.turn_bytes == plain.held_bytes[turn - 1]
+    assert plain.loss_point_bytes == plain.held_bytes[loss_point - 1]
     assert plain.end_bytes == plain.held_bytes[-1]
 
 

@@ -39,8 +39,10 @@ def one_move() -> Move:
     """The largest storage of the first call that has one, away as long as can be."""
     found = whole()
     life = min(found.lives, key=lambda x: (x.last, -x.nbytes))
-    turn = found.evaluation.turn
-    return Move(life.storage, life.nbytes, life.nodes, life.last + 1, turn, turn, life.next)
+    loss_point = found.evaluation.loss_point
+    return Move(
+        life.storage, life.nbytes, life.nodes, life.last + 1, loss_point, loss_point, life.next
+    )
 
 
 def copies(events: Timeline, lane: Lane) -> list[Event]:
@@ -74,23 +76,23 @@ def test_a_fast_link_costs_nothing():
 
 def test_the_step_waits_for_what_is_late():
     move = one_move()
-    count, turn = len(whole().evaluation.ops), whole().evaluation.turn
+    count, loss_point = len(whole().evaluation.ops), whole().evaluation.loss_point
     seconds = 100.0
     found = timeline((move,), link(move.nbytes / seconds))
     (away,), (back,) = copies(found, Lane.D2H), copies(found, Lane.H2D)
     assert (away.start_s, away.end_s) == (move.offload, move.offload + seconds)
-    late_s = move.offload + seconds - turn
+    late_s = move.offload + seconds - loss_point
     assert found.idle.memory_s == pytest.approx(late_s)
-    assert back.start_s == pytest.approx(turn + late_s)
-    assert found.idle.data_s == pytest.approx(seconds - (move.wait - turn))
+    assert back.start_s == pytest.approx(loss_point + late_s)
+    assert found.idle.data_s == pytest.approx(seconds - (move.wait - loss_point))
     assert found.makespan_s == pytest.approx(count + found.idle.total_s)
 
 
 def test_copies_on_one_lane_queue_and_lanes_of_their_own_do_not():
     found = whole()
-    turn = found.evaluation.turn
+    loss_point = found.evaluation.loss_point
     moves = tuple(
-        Move(x.storage, x.nbytes, x.nodes, x.last + 1, turn, turn, x.next)
+        Move(x.storage, x.nbytes, x.nodes, x.last + 1, loss_point, loss_point, x.next)
         for x in sorted(found.lives, key=lambda x: (x.last, x.storage))
     )
     for shared in (False, True):
@@ -105,7 +107,7 @@ def test_copies_on_one_lane_queue_and_lanes_of_their_own_do_not():
 
 def test_computing_is_slower_beside_copies():
     move = one_move()
-    seconds = 2.0  # done long before the turn
+    seconds = 2.0  # done long before the loss point
     found = timeline((move,), link(move.nbytes / seconds, back_per_s=1e15, slowdown=1.5))
     # Three seconds of computing take... two beside the copy are worth 2 / 1.5 alone.
     assert found.makespan_s == pytest.approx(len(whole().evaluation.ops) + 2.0 - 2.0 / 1.5)

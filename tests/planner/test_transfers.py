@@ -222,7 +222,7 @@ def test_every_base_is_another_and_the_last_keeps_everything(name: str):
     # All that is kept at the loss point may be away at last: nothing is left to run again.
     assert found[-1].total_s == search.baseline.total_s
     first, last = evaluator.evaluation(found[0]), evaluator.evaluation(found[-1])
-    assert first.turn_bytes < last.turn_bytes
+    assert first.loss_point_bytes < last.loss_point_bytes
 
 
 @with_bases

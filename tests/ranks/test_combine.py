@@ -170,7 +170,7 @@ def test_costs_and_what_is_around_are_the_most_of_all() -> None:
         assert found.stages == (StageSeconds(2.0, 2.0, 3.0),)
         assert found.again_s == ((1, 2.0),) and found.workspace_bytes == ((1, "first", 8),)
         assert found.storage_bytes == (8, 32) and found.displaced == (0, 1, 2)
-        assert (around.given_bytes, around.turn_bytes, around.tangent_bytes) == (97, 8, 2)
+        assert (around.given_bytes, around.loss_point_bytes, around.tangent_bytes) == (97, 8, 2)
 
 
 def test_the_link_to_host_memory_is_the_slowest() -> None:
@@ -309,12 +309,12 @@ def test_the_most_that_was_seen_of_the_same_calls() -> None:
 def test_lessons_of_all_are_learned_by_all() -> None:
     def run(peers: Peers, rank: int) -> Any:
         return agreed_corrections(
-            peers, {(rank % 2,): Correction(turn_bytes=rank), (7,): Correction(1, rank)}
+            peers, {(rank % 2,): Correction(loss_point_bytes=rank), (7,): Correction(1, rank)}
         )
 
     expected = {
-        (1,): Correction(turn_bytes=5),
-        (0,): Correction(turn_bytes=8),
+        (1,): Correction(loss_point_bytes=5),
+        (0,): Correction(loss_point_bytes=8),
         (7,): Correction(1, 8),
     }
     assert list(outcomes(run).values()) == [expected] * 3

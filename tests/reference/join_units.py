@@ -2,7 +2,7 @@
 
 Beaumont, Herrmann, Pallez, Shilova, "Optimal memory-aware backpropagation of deep join
 networks" (2019), section 3. Branch ``j`` has ``l[j]`` steps, and memory ``c`` slots. A
-step may write its output over its input, the turn replaces the ends by their gradients, and
+step may write its output over its input, the loss point replaces the ends by their gradients, and
 a step's backward needs its input alone. Theorem 2 is ``least_slots``; Theorem 3:
 
     Opt(l, c) = ∞ for c < c_min(l);  Opt(0, c) = u_t for c >= k
@@ -16,7 +16,7 @@ from an input in memory, beside the gradient after step ``l + 1``, and ``l + 1``
     Opt_0(l, c) = min over 0 < i <= l of i u_f + Opt_0(l - i, c - 1) + Opt_0(i - 1, c)
 
 The paper's own base ``Opt(e_j, c) = u_f + u_t + u_b`` follows from the second line. Its time
-for one branch is not ``Opt_0(l, c)``: the turn works in place while ``Opt_0`` has a
+for one branch is not ``Opt_0(l, c)``: the loss point works in place while ``Opt_0`` has a
 gradient in memory from the start. The steps of one branch are ``t(l, c - 2) + 1``, with
 ``t(l, s)`` those of Griewank and Walther for ``l`` steps, the last of which is taped at once,
 and ``s`` checkpoints.
@@ -88,12 +88,12 @@ def unit_problem(
         backward_extra_bytes=1,
         rebuild_bytes=1,
     )
-    turn = StageCosts(turn_s, 0.0, turn_s, 0, 1, 1, 1, 1)
+    loss_point = StageCosts(turn_s, 0.0, turn_s, 0, 1, 1, 1, 1)
     join = join_from_sizes(
         [[1] * (length + 1) for length in lengths], [[1] * length for length in lengths], [0], [0]
     )
     costs = JoinCosts(
-        tuple((step,) * length for length in lengths), (turn,), done_bytes=(1,) * len(lengths)
+        tuple((step,) * length for length in lengths), (loss_point,), done_bytes=(1,) * len(lengths)
     )
     return JoinProblem(join, costs, slots + 1)
 
@@ -176,7 +176,7 @@ class UnitTable:
 
     def _walk(self, lengths: tuple[int, ...], slots: int) -> list[Compute]:
         ends = [sum(lengths[: b + 1]) for b in range(len(lengths))]
-        turn = ends[-1]
+        loss_point = ends[-1]
         ops: list[Compute] = []
         later: list[tuple[int, int, int]] = []  # stage, steps and slots of revolve
         left = list(lengths)
@@ -187,7 +187,7 @@ class UnitTable:
             later.append((first, i - 1, slots - (len(lengths) - 1)))
             left[m] -= i
             slots -= 1
-        ops += [Forward(turn, Keep.ALL), Backward(turn)]
+        ops += [Forward(loss_point, Keep.ALL), Backward(loss_point)]
         while later:
             first, steps, free = later.pop()
             if steps == 0:
@@ -251,8 +251,10 @@ def _in_step(schedule: Schedule, length: int, branches: int) -> list[Compute]:
     chain = schedule.computations
     for index, op in enumerate(chain):
         if op.stage == length:
-            turn = length * branches
-            ops.append(Forward(turn, op.keep) if isinstance(op, Forward) else Backward(turn))
+            loss_point = length * branches
+            ops.append(
+                Forward(loss_point, op.keep) if isinstance(op, Forward) else Backward(loss_point)
+            )
             continue
         if isinstance(op, Backward):
             continue  # went with the forward before it

@@ -125,10 +125,10 @@ class _Plain:
             yield forward_s + back_s + self.outer(1, i + 1, *new)
 
     def outer_ck(self, i: int, kept: int, own: int, out: float, late: float) -> Iterator[float]:
-        turn = self.stages[-1].gradient_bytes
+        loss_point = self.stages[-1].gradient_bytes
         for cut in range(i + 1, self.count):
             back_s = self.inner(i, cut - 1, kept + own, late)
-            peaks = [turn + self.forward_bytes(i, k) for k in range(i, cut)]
+            peaks = [loss_point + self.forward_bytes(i, k) for k in range(i, cut)]
             wait_s = passed_s = 0.0
             for k in range(i, cut):
                 excess = kept + own + peaks[k - i] + out - self.budget

@@ -21,16 +21,16 @@ from fxremat.planner.decision.save_options import Options
 
 @dataclass(frozen=True)
 class Sweep:
-    """Most memory during each call, memory after it, at the turn and at the end."""
+    """Most memory during each call, memory after it, at the loss point and at the end."""
 
     peaks_bytes: tuple[int, ...]
     held_bytes: tuple[int, ...]
-    turn_bytes: int
+    loss_point_bytes: int
     end_bytes: int
 
     @property
     def peak_bytes(self) -> int:
-        return max((self.turn_bytes, self.end_bytes, *self.peaks_bytes))
+        return max((self.loss_point_bytes, self.end_bytes, *self.peaks_bytes))
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ def run(requests: Iterable[Request]) -> Footprint:
 
 def sweep(program: Program, footprints: Footprints, context_bytes: ContextBytes) -> Sweep:
     """Replay ``program``."""
-    now = turn = context_bytes.given_bytes
+    now = loss_point = context_bytes.given_bytes
     nbytes = program.line.joint.storages.nbytes
     peaks: list[int] = []
     held: list[int] = []
     for index, call in enumerate(program.calls):
-        if index == program.turn:
-            turn = now + context_bytes.loss_point_bytes
+        if index == program.loss_point:
+            loss_point = now + context_bytes.loss_point_more_bytes
             now += context_bytes.backward_bytes
         footprint = run(footprints.requests(call.block, kept=call.kept))
         peaks.append(now + footprint.peak_bytes)
         now += footprint.change_bytes - sum(nbytes[i] for i in call.handed)
         held.append(now)
-    return Sweep(tuple(peaks), tuple(held), turn, now + context_bytes.end_bytes)
+    return Sweep(tuple(peaks), tuple(held), loss_point, now + context_bytes.end_bytes)
 
 
 def seconds(program: Program, measured: Measured, options: Options) -> list[float]:

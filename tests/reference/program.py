@@ -67,7 +67,7 @@ def build_program(
     needed.add(returned)
     later = set(_tensors(joint.backward_outputs))
     calls: list[Call] = []
-    turn, saved = 0, later.copy()
+    loss_point, saved = 0, later.copy()
     for op, mode in reversed(list(zip(ops, _modes(ops), strict=True))):
         stage, backward = op.stage, mode is Mode.BACKWARD
         own_held = held.get(stage, NOTHING)
@@ -96,7 +96,7 @@ def build_program(
         if block.nodes:
             calls.append(Call(op, block, rebuilds, kept, away))
         if op == Backward(len(line.stages) - 1):
-            turn, saved = len(calls), later.copy()
+            loss_point, saved = len(calls), later.copy()
     calls.reverse()
     unknown = needed.tensors.difference(joint.given, joint.tangents)
     if unknown:
@@ -107,7 +107,7 @@ def build_program(
     return Program(
         line=line,
         calls=tuple(calls),
-        turn=len(calls) - turn,
+        loss_point=len(calls) - loss_point,
         saved=tuple(sorted(crossing, key=lambda node: _rank(line, node))),
     )
 

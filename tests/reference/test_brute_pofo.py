@@ -49,21 +49,21 @@ def program_seconds(problem: Problem, run: Run, moved: tuple[Value, ...]) -> flo
     """The least time of both phases; ``None`` if nothing is feasible.
 
     A variable for the begin and the end of each step, and for how much of each value is
-    copied by then. Memory only goes down between two of them on the way to the turn, and up
+    copied by then. Memory only goes down between two of them on the way to the loss point, and up
     on the way back, so it is enough to look at begins there and at ends here.
     """
     assert problem.link is not None
     steps = run.steps
     sweep_s = _phase(
-        list(steps[: run.turn]),
+        list(steps[: run.loss_point]),
         [(v.kept, v.nbytes) for v in moved],
         problem,
         problem.link.offload_bytes_per_s,
         back=False,
     )
     back_s = _phase(
-        list(steps[run.turn :]),
-        [(v.needed - run.turn, v.nbytes) for v in reversed(moved)],
+        list(steps[run.loss_point :]),
+        [(v.needed - run.loss_point, v.nbytes) for v in reversed(moved)],
         problem,
         problem.link.prefetch_bytes_per_s,
         back=True,

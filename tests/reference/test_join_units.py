@@ -55,7 +55,7 @@ def test_one_branch_takes_the_steps_of_the_closed_form(one_branch: UnitTable) ->
     for steps, checkpoints in ALL_COUNTS:
         found = one_branch_steps(one_branch, steps, checkpoints)
         assert found == forward_steps(steps, checkpoints), (steps, checkpoints)
-        # The turn, steps backwards, and forwards that are not counted as taping.
+        # The loss point, steps backwards, and forwards that are not counted as taping.
         makespan_s = one_branch.makespan_s([steps], checkpoints + 2)
         assert makespan_s == 1 + steps + (found - (steps - 1))
 

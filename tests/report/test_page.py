@@ -162,9 +162,9 @@ def test_it_says_of_what_it_is():
 def test_the_step_with_everything_kept_is_outlined():
     plan = plan_of_model("gpt")
     assert plan.kept is not None
-    most = max(plan.kept.turn_bytes, *plan.kept.peaks_bytes)
+    most = max(plan.kept.loss_point_bytes, *plan.kept.peaks_bytes)
     assert most == plan.baseline_peak_bytes
-    assert len(plan.kept.seconds) == len(plan.kept.peaks_bytes) > plan.kept.turn
+    assert len(plan.kept.seconds) == len(plan.kept.peaks_bytes) > plan.kept.loss_point
     assert sum(plan.kept.seconds) == pytest.approx(plan.baseline_s)
     assert data_in(_page(plan))["kept"]["peaks_bytes"] == list(plan.kept.peaks_bytes)
 

@@ -116,7 +116,7 @@ def test_a_stage_that_computes_nothing_is_told():
 
 
 def test_a_stage_of_which_nothing_runs_has_no_row():
-    """As one that stands for the turn."""
+    """As one that stands for the loss point."""
     plan = plan_of(everything_kept(3), stages=3)
     idle = _without(plan, 2, 3)
     assert [story.executed for story in report_stages(idle)] == [True, True, False]

@@ -72,7 +72,7 @@ def watched_backward(watcher: Watcher, step: Step, *, gone: tuple[int, ...] = ()
 EXPECTED = MemoryProfile(
     forward_bytes=150 * KIB,
     left_bytes=100 * KIB,
-    turn_bytes=130 * KIB,
+    loss_point_bytes=130 * KIB,
     taken_bytes=130 * KIB,
     backward_bytes=200 * KIB,
 )
@@ -81,8 +81,13 @@ EXPECTED = MemoryProfile(
 def nearly(found: MemoryProfile, expected: MemoryProfile) -> bool:
     """But for the few numbers of the backward that runs around."""
     pairs = zip(
-        (found.forward_bytes, found.left_bytes, found.turn_bytes, found.backward_bytes),
-        (expected.forward_bytes, expected.left_bytes, expected.turn_bytes, expected.backward_bytes),
+        (found.forward_bytes, found.left_bytes, found.loss_point_bytes, found.backward_bytes),
+        (
+            expected.forward_bytes,
+            expected.left_bytes,
+            expected.loss_point_bytes,
+            expected.backward_bytes,
+        ),
         strict=True,
     )
     if (found.taken_bytes is None) != (expected.taken_bytes is None):
@@ -138,7 +143,7 @@ def test_what_an_earlier_watch_has_seen_made_goes_once():
     less = replace(
         EXPECTED,
         taken_bytes=EXPECTED.taken_bytes - 20 * KIB,
-        turn_bytes=EXPECTED.turn_bytes - 20 * KIB,
+        loss_point_bytes=EXPECTED.loss_point_bytes - 20 * KIB,
         backward_bytes=EXPECTED.backward_bytes - 20 * KIB,
     )
     assert nearly(told.seen[1], less)

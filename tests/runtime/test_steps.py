@@ -93,7 +93,7 @@ def left_bytes(run: Callable[[], object]) -> int:
     return sum(change for _mark, change in log.events)
 
 
-def settle(call: CompiledModule) -> Tensor:
+def confirm_bits(call: CompiledModule) -> Tensor:
     """Two steps, after which nothing new is learned; a batch."""
     x = batch()
     for _ in range(2):
@@ -106,7 +106,7 @@ def settle(call: CompiledModule) -> Tensor:
 @each_end
 def test_a_dropped_graph_frees_its_memory_at_once(end: Callable[[Tensor], Any]):
     call = compiled(end)
-    x = settle(call)
+    x = confirm_bits(call)
     assert left_bytes(lambda: call(x)) == 0
     assert left_bytes(lambda: total(call(x))) == 0
     kept: list[Any] = []
@@ -116,7 +116,7 @@ def test_a_dropped_graph_frees_its_memory_at_once(end: Callable[[Tensor], Any]):
 @each_end
 def test_an_input_that_is_differentiated_goes_with_its_graph(end: Callable[[Tensor], Any]):
     call = compiled(end)
-    settle(call)
+    confirm_bits(call)
     x = batch().requires_grad_()
     total(call(x)).backward()
     assert left_bytes(lambda: call(x)) == 0
@@ -126,7 +126,7 @@ def test_an_input_that_is_differentiated_goes_with_its_graph(end: Callable[[Tens
 @each_end
 def test_an_error_before_the_backward_frees_all(end: Callable[[Tensor], Any]):
     call = compiled(end)
-    x = settle(call)
+    x = confirm_bits(call)
 
     def fail() -> None:
         y = call(x)
@@ -140,7 +140,7 @@ def test_an_error_before_the_backward_frees_all(end: Callable[[Tensor], Any]):
 @each_end
 def test_after_a_backward_gradients_are_all_that_is_left(end: Callable[[Tensor], Any]):
     call = compiled(end)
-    x = settle(call)
+    x = confirm_bits(call)
     expected = sum(p.nbytes for p in call.parameters())
     assert left_bytes(lambda: total(call(x)).backward()) == expected
     assert left_bytes(lambda: total(call(x)).backward()) == 0
@@ -148,7 +148,7 @@ def test_after_a_backward_gradients_are_all_that_is_left(end: Callable[[Tensor],
 
 def test_a_result_that_is_held_holds_nothing_else_after_the_backward():
     call = compiled(torch.tanh)
-    x = settle(call)
+    x = confirm_bits(call)
     total(call(x)).backward()
     kept: list[Tensor] = []
 
@@ -162,7 +162,7 @@ def test_a_result_that_is_held_holds_nothing_else_after_the_backward():
 
 def test_a_graph_that_is_retained_goes_when_it_is_dropped():
     call = compiled(torch.tanh)
-    x = settle(call)
+    x = confirm_bits(call)
     total(call(x)).backward()
 
     def run() -> None:
@@ -460,7 +460,7 @@ def test_threads_have_their_own_steps():
         for p in call.parameters():
             p.zero_()
     x = torch.ones(ROWS, WIDTH)
-    settle(call)
+    confirm_bits(call)
     rounds, count = 10, 3
     errors: list[BaseException] = []
 

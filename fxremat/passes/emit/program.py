@@ -39,14 +39,14 @@ class Program:
     Attributes:
         line: the stages.
         calls: the calls, in order.
-        turn: index of the first call of the backward graph.
+        loss_point: index of the first call of the backward graph.
         saved: tensors that the forward graph passes to the backward graph, including primals, in
             the order of their first computation.
     """
 
     line: Line
     calls: tuple[Call, ...]
-    turn: int
+    loss_point: int
     saved: tuple[fx.Node, ...]
 
 

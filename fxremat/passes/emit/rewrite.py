@@ -120,9 +120,9 @@ def rewrite(
     forward.take(joint.primals)
     if travel:
         forward.open(travel)
-    for index in range(program.turn + 1):
+    for index in range(program.loss_point + 1):
         forward.leave(moves, index)
-        if index < program.turn:
+        if index < program.loss_point:
             forward.call(program.calls[index], peaks_bytes[index])
     backward = _GraphWriter(program, modules)
     backward.take(saved)
@@ -131,7 +131,7 @@ def rewrite(
     backward.take(joint.tangents)
     backward.take_gradients()
     handed = handed_after(program)
-    for index in range(program.turn, len(program.calls)):
+    for index in range(program.loss_point, len(program.calls)):
         backward.come_back(moves, index)
         backward.call(program.calls[index], peaks_bytes[index])
         backward.give(handed.get(index, ()))
@@ -151,7 +151,7 @@ def handed_after(program: Program) -> dict[int, list[int]]:
     table = joint.storages
     made: dict[fx.Node, int] = {}
     last_read: dict[int, int] = {}
-    for index in range(program.turn, len(calls)):
+    for index in range(program.loss_point, len(calls)):
         made.update(dict.fromkeys(calls[index].block.outputs, index))
         last_read.update(dict.fromkeys(calls[index].block.reads, index))
     handed: dict[int, list[int]] = {}

@@ -60,7 +60,7 @@ def spans_of(line: Line, kinds: Kinds) -> list[Span]:
 def _cuts(line: Line, kinds: Kinds) -> list[int]:
     """Return the stages that begin a span, except the first."""
     table = line.joint.storages
-    fixed = {*line.segments.ends, len(line.stages) - 1 if line.ends_at_turn else 0}
+    fixed = {*line.segments.ends, len(line.stages) - 1 if line.ends_at_loss_point else 0}
     best: dict[int, tuple[int, int]] = {}
     alone = 0
     for index in range(1, len(line.stages)):

@@ -139,7 +139,7 @@ class Parts:
 
     A call takes the inputs, and the sizes in their order. It returns a tensor, or a list of
     several. If it must be exact and that is not certain, it runs ``at_once`` for all sizes for
-    which :meth:`settle` has not confirmed that parts keep the bits.
+    which :meth:`confirm_bits` has not confirmed that parts keep the bits.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Parts:
             return True
         return not self._refused and (self.certain or self._keeps_bits.get(sizes, False))
 
-    def settle(self, sizes: tuple[int, ...], *, keeps_bits: bool) -> None:
+    def confirm_bits(self, sizes: tuple[int, ...], *, keeps_bits: bool) -> None:
         """Note whether parts keep the bits for ``sizes``, in the order of ``hints``.
 
         If it is called several times, for tensors with different layouts, they must keep them in

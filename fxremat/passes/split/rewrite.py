@@ -225,7 +225,7 @@ class _Writer:
         sources = sorted(run.sources)
         parts = as_operation(self._sized[run], sources, self._joint, exact=self._exact)
         parts = self._parts_by_name.setdefault(parts.__name__, parts)
-        parts.settle(tuple(parts.hints.values()), keeps_bits=True)
+        parts.confirm_bits(tuple(parts.hints.values()), keeps_bits=True)
         sizes = (Size.named(name, hint) for name, hint in parts.hints.items())
         args = (*(self._values[n] for n in sources), *sizes)
         made = self._graph.call_function(parts, args)  # type: ignore[arg-type]

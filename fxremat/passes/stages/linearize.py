@@ -96,15 +96,15 @@ class Line:
         return tuple(branch.stop for branch in self.segments.branches(1))
 
     @property
-    def ends_at_turn(self) -> bool:
+    def ends_at_loss_point(self) -> bool:
         """Whether the last stage has no operations, and stands for the loss point."""
         last = self.stages[-1]
         return not last.forward and not last.backward
 
     def name_of(self, stage: int) -> str:
         """Return the name of a stage, as reports and emitted code have it."""
-        if self.ends_at_turn and stage == len(self.stages) - 1:
-            return "turn"
+        if self.ends_at_loss_point and stage == len(self.stages) - 1:
+            return "loss point"
         if not self.segments.ends:
             return f"stage{stage}"
         return f"{self.segments.name_of(self.segments.at(stage))}_stage{stage}"

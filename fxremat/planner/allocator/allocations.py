@@ -64,8 +64,8 @@ class Requests:
     Attributes:
         given_bytes: sizes of the tensors that exist before the step.
         calls: requests of each call, including the copies from the host that precede it.
-        turn: requests at the loss point, the last releases of the forward first.
-        turn_index: index of the first call after the loss point.
+        loss_point: requests at the loss point, the last releases of the forward first.
+        loss_point_index: index of the first call after the loss point.
         end: requests after the last call.
         unplaced_bytes: bytes that are held in blocks of unknown size. A replay counts them as held
             throughout, even if they are released before the loss.
@@ -73,16 +73,16 @@ class Requests:
 
     given_bytes: tuple[int, ...]
     calls: tuple[tuple[Request, ...], ...]
-    turn: tuple[Request, ...]
-    turn_index: int
+    loss_point: tuple[Request, ...]
+    loss_point_index: int
     end: tuple[Request, ...]
     unplaced_bytes: int
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over the requests of the step, in order."""
         for index, requests in enumerate(self.calls):
-            if index == self.turn_index:
-                yield from self.turn
+            if index == self.loss_point_index:
+                yield from self.loss_point
             yield from requests
         yield from self.end
 
@@ -107,24 +107,26 @@ def requests_of_step(
     joint = program.line.joint
     nbytes = joint.storages.nbytes
     for index, call in enumerate(program.calls):
-        released = [(m.storage, -m.nbytes) for m in moves if m.release == index < program.turn]
+        released = [
+            (m.storage, -m.nbytes) for m in moves if m.release == index < program.loss_point
+        ]
         fetched = [(m.storage, m.nbytes) for m in moves if m.prefetch == index]
         asked = footprints.requests(call.block, kept=call.kept, in_pieces=in_pieces)
         handed = [(s, -nbytes[s]) for s in sorted(call.handed)]
         calls.append((*released, *fetched, *asked, *handed))
-    at_turn = [(m.storage, -m.nbytes) for m in moves if m.release == program.turn]
+    at_loss_point = [(m.storage, -m.nbytes) for m in moves if m.release == program.loss_point]
     tangents = [(i, nbytes[i]) for i in sorted(joint.storages.of(joint.tangents))]
     more_bytes = context_bytes.tangent_bytes - sum(size for _, size in tangents)
     made = [(key, size) for key, size in (*tangents, (HELD_ON, more_bytes)) if size > 0]
-    loss_bytes = context_bytes.turn_bytes - sum(size for _, size in made)
+    loss_bytes = context_bytes.loss_point_bytes - sum(size for _, size in made)
     small = sum(size for _, size in made if size <= MOST_SMALL_BYTES)
-    small_bytes = min(max(context_bytes.turn_small_bytes - small, 0), loss_bytes)
+    small_bytes = min(max(context_bytes.loss_point_small_bytes - small, 0), loss_bytes)
     given = context_bytes.given_each_bytes
     return Requests(
         given_bytes=_without_empty(given),
         calls=tuple(calls),
-        turn=(*at_turn, *made, *_transient(loss_bytes, small_bytes)),
-        turn_index=program.turn,
+        loss_point=(*at_loss_point, *made, *_transient(loss_bytes, small_bytes)),
+        loss_point_index=program.loss_point,
         end=_transient(context_bytes.end_bytes),
         unplaced_bytes=context_bytes.given_bytes - sum(given),
     )
@@ -229,8 +231,8 @@ def crowded(
     largest: dict[str, int] = {}
     held_bytes = context_bytes.given_bytes
     for index, call in enumerate(program.calls):
-        if index == requests.turn_index:
-            held_bytes += sum(nbytes for _, nbytes in requests.turn)
+        if index == requests.loss_point_index:
+            held_bytes += sum(nbytes for _, nbytes in requests.loss_point)
         now_bytes = held_bytes
         for step in footprints.steps(call.block):
             now_bytes += table.total(step.allocates)

@@ -32,7 +32,7 @@ class ContextBytes:
     Attributes:
         given_bytes: bytes held throughout: parameters, buffers, inputs, constants, gradients that
             are accumulated into, and what the caller reserves.
-        turn_bytes: bytes that a loss outside the model needs at the loss point.
+        loss_point_bytes: bytes that a loss outside the model needs at the loss point.
         tangent_bytes: bytes held when the backward begins beyond those that the forward has left:
             gradients of the outputs, less what is held in the forward only. What the backward does
             not release of these is held to the end.
@@ -42,7 +42,7 @@ class ContextBytes:
         tangent_each_bytes: the parts of ``tangent_bytes``, likewise.
         added: primals whose new gradient is added to an existing one as soon as it is computed.
         host_bytes: available bytes of host memory; ``None``: no limit.
-        turn_small_bytes: the part of ``turn_bytes`` that is allocated in small blocks.
+        loss_point_small_bytes: the part of ``loss_point_bytes`` that is allocated in small blocks.
         released_bytes: the part of ``given_bytes`` that is released between the forward and the
             loss, such as the previous step's outputs.
         cleared_bytes: the part of ``given_bytes`` that is released before the backward begins,
@@ -53,7 +53,7 @@ class ContextBytes:
     """
 
     given_bytes: int
-    turn_bytes: int
+    loss_point_bytes: int
     tangent_bytes: int
     end_bytes: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -61,7 +61,7 @@ class ContextBytes:
     tangent_each_bytes: tuple[int, ...] = ()
     added: frozenset[int] = frozenset()
     host_bytes: int | None = None
-    turn_small_bytes: int = 0
+    loss_point_small_bytes: int = 0
     released_bytes: int = 0
     cleared_bytes: int = 0
     tangents_stay: bool = False
@@ -72,9 +72,9 @@ class ContextBytes:
         return frozenset() if self.tangents_stay else joint.released
 
     @property
-    def loss_point_bytes(self) -> int:
+    def loss_point_more_bytes(self) -> int:
         """Bytes that the loss point takes beyond what is held when the forward begins."""
-        return self.turn_bytes - self.released_bytes
+        return self.loss_point_bytes - self.released_bytes
 
     @property
     def backward_bytes(self) -> int:
@@ -172,13 +172,13 @@ def context_bytes_of(
     return ContextBytes(
         given_bytes=sum(given) + caller.reserve_bytes,
         # A variable of the loop holds the last loss until it is assigned the next one.
-        turn_bytes=max(loss_bytes, sum(tangents)) + caller.loss_left_bytes,
+        loss_point_bytes=max(loss_bytes, sum(tangents)) + caller.loss_left_bytes,
         tangent_bytes=sum(tangents) + caller.loss_left_bytes,
         end_bytes=_largest_copied_gradient(joint, sizes),
         device=joint.device,
         given_each_bytes=given,
         tangent_each_bytes=tangents,
-        turn_small_bytes=caller.loss_small_bytes,
+        loss_point_small_bytes=caller.loss_small_bytes,
         gradient_each_bytes=tuple(_dense_bytes(node, sizes) for node in joint.primals),
     )
 

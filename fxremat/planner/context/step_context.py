@@ -15,19 +15,19 @@ class Correction:
     """What earlier steps in the same kind of context needed beyond their plan.
 
     Attributes:
-        turn_bytes: bytes at the loss point, for instance of a loss outside the model, or of what
-            runs between forward and backward of a region.
+        loss_point_bytes: bytes at the loss point, for instance of a loss outside the model, or of
+            what runs between forward and backward of a region.
         room_bytes: further bytes at the loss point, for other steps.
         left_bytes: bytes held from the loss point to the end, including gradients of the outputs.
             Negative for a region that has fewer bytes allocated in its backward than in its
             forward.
         more_bytes: bytes held throughout. Negative for a region that is given storages which are
             counted as held by an earlier region.
-        observed: ``turn_bytes`` and ``left_bytes`` were measured, and replace what was assumed of
-            the loss, whether they are more or less than that.
+        observed: ``loss_point_bytes`` and ``left_bytes`` were measured, and replace what was
+            assumed of the loss, whether they are more or less than that.
     """
 
-    turn_bytes: int = 0
+    loss_point_bytes: int = 0
     room_bytes: int = 0
     left_bytes: int = 0
     more_bytes: int = 0
@@ -36,7 +36,7 @@ class Correction:
     def times(self, factor: float) -> Correction:
         """Return the correction for outputs ``factor`` times as large."""
         return Correction(
-            math.ceil(factor * self.turn_bytes),
+            math.ceil(factor * self.loss_point_bytes),
             math.ceil(factor * self.room_bytes),
             math.ceil(factor * self.left_bytes),
             math.ceil(factor * self.more_bytes),
@@ -46,7 +46,7 @@ class Correction:
     def __or__(self, other: Correction) -> Correction:
         """Return the field-wise maximum of two corrections."""
         return Correction(
-            max(self.turn_bytes, other.turn_bytes),
+            max(self.loss_point_bytes, other.loss_point_bytes),
             max(self.room_bytes, other.room_bytes),
             max(self.left_bytes, other.left_bytes),
             max(self.more_bytes, other.more_bytes),
@@ -121,13 +121,13 @@ class StepContext:
         """The kind of context; contexts of one kind share their corrections."""
         return self.waiting, bool(self.existing)
 
-    def turn_bytes(self, base: ContextBytes) -> int:
+    def loss_point_bytes(self, base: ContextBytes) -> int:
         """Return the bytes that the loss of this step needs at the loss point."""
         if self.region:
             return 0  # ``correction`` covers the loss of a step of several regions
         if self.correction.observed:
-            return self.correction.turn_bytes
-        return max(base.turn_bytes, self.correction.turn_bytes)
+            return self.correction.loss_point_bytes
+        return max(base.loss_point_bytes, self.correction.loss_point_bytes)
 
     @property
     def others_there_bytes(self) -> int:
@@ -157,11 +157,13 @@ class StepContext:
         if not (self.region or self.correction.observed):
             held_bytes = max(held_bytes, base.tangent_bytes)
         cleared_bytes = sum(gradients) * self.cleared
-        turn_bytes = self.correction.turn_bytes if self.region else self.turn_bytes(base)
+        loss_point_bytes = (
+            self.correction.loss_point_bytes if self.region else self.loss_point_bytes(base)
+        )
         return replace(
             base,
             given_bytes=given_bytes,
-            turn_bytes=turn_bytes + self.correction.room_bytes,
+            loss_point_bytes=loss_point_bytes + self.correction.room_bytes,
             tangent_bytes=held_bytes - cleared_bytes,
             given_each_bytes=(*base.given_each_bytes, *more),
             added=frozenset() if self.cleared else self.added,
@@ -178,7 +180,9 @@ class StepContext:
         argument see :meth:`around`.
         """
         measured = NO_CORRECTION if self.region else self.correction
-        loss_point = measured.turn_bytes if measured.turn_bytes > base.turn_bytes else 0
+        loss_point = (
+            measured.loss_point_bytes if measured.loss_point_bytes > base.loss_point_bytes else 0
+        )
         left = measured.left_bytes if measured.left_bytes > base.tangent_bytes else 0
         named: Iterable[tuple[str, int]] = (
             ("gradients that exist", sum(base.gradient_each_bytes[i] for i in self.existing)),

@@ -36,20 +36,20 @@ class Evaluation:
 
     Attributes:
         ops: for each call, the operation of the schedule that it carries out.
-        turn: index of the first call of the backward.
+        loss_point: index of the first call of the backward.
         peaks_bytes: peak during each call.
         held_bytes: bytes held after each call.
-        turn_bytes: peak at the loss point.
+        loss_point_bytes: peak at the loss point.
         end_bytes: peak after the last call.
         seconds: seconds of each call.
         lives: storages that are held across the loss point, without those that the step is given.
     """
 
     ops: tuple[Compute, ...]
-    turn: int
+    loss_point: int
     peaks_bytes: tuple[int, ...]
     held_bytes: tuple[int, ...]
-    turn_bytes: int
+    loss_point_bytes: int
     end_bytes: int
     seconds: tuple[float, ...]
     lives: tuple[AcrossTurn, ...] = ()
@@ -57,7 +57,7 @@ class Evaluation:
     @property
     def peak_bytes(self) -> int:
         """Peak of the step."""
-        return max((self.turn_bytes, self.end_bytes, *self.peaks_bytes))
+        return max((self.loss_point_bytes, self.end_bytes, *self.peaks_bytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

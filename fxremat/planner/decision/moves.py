@@ -58,11 +58,13 @@ class Movable:
     @property
     def least_bytes(self) -> int:
         """The lowest peak that transfers can lead to."""
-        turn_bytes = self.evaluation.turn_bytes - sum(life.nbytes for life in self.lives)
+        loss_point_bytes = self.evaluation.loss_point_bytes - sum(
+            life.nbytes for life in self.lives
+        )
         spans = ((life.last + 1, life.next, life.nbytes) for life in self.lives)
         away = away_bytes(self.evaluation, spans)
         calls = [n - gone for n, gone in zip(self.evaluation.peaks_bytes, away, strict=True)]
-        return max(turn_bytes, self.evaluation.end_bytes, *calls)
+        return max(loss_point_bytes, self.evaluation.end_bytes, *calls)
 
     def moves(self, budget_bytes: int, host_bytes: int | None = None) -> tuple[Move, ...] | None:
         """Return the transfers that bring the peak within a budget, or ``None`` if none do.
@@ -83,7 +85,7 @@ class Movable:
             and sum(slot_bytes(self.lives[i].nbytes) for i in away) > host_bytes
         ):
             return None
-        turn = self.evaluation.turn
+        loss_point = self.evaluation.loss_point
         chosen = [(self.lives[i], *span) for i, span in away.items()]
         return tuple(
             Move(
@@ -91,8 +93,8 @@ class Movable:
                 nbytes=life.nbytes,
                 nodes=life.nodes,
                 offload=life.last + 1,
-                release=min(begin, turn),
-                prefetch=max(end, turn),
+                release=min(begin, loss_point),
+                prefetch=max(end, loss_point),
                 wait=life.next,
             )
             for life, begin, end in sorted(chosen, key=lambda x: (x[0].last, x[0].storage))
@@ -105,9 +107,13 @@ class Movable:
         """
         if self.evaluation.end_bytes > budget_bytes:
             return None
-        turn = self.evaluation.turn
-        away = {i: (turn, turn) for i, own in enumerate(self.lives) if own.storage in self.forced}
-        instants: list[tuple[int, int | None]] = [(self.evaluation.turn_bytes, None)]
+        loss_point = self.evaluation.loss_point
+        away = {
+            i: (loss_point, loss_point)
+            for i, own in enumerate(self.lives)
+            if own.storage in self.forced
+        }
+        instants: list[tuple[int, int | None]] = [(self.evaluation.loss_point_bytes, None)]
         instants.extend((nbytes, i) for i, nbytes in enumerate(self.evaluation.peaks_bytes))
         for nbytes, call in sorted(instants, key=lambda x: -x[0]):
             if nbytes <= budget_bytes:
@@ -120,7 +126,7 @@ class Movable:
         self, missing_bytes: int, call: int | None, away: dict[int, tuple[int, int]]
     ) -> bool:
         """Send storages away until ``call``, or the loss point if it is ``None``, has room."""
-        turn = self.evaluation.turn
+        loss_point = self.evaluation.loss_point
         for i, (begin, end) in away.items():
             if call is None or begin <= call < end:
                 missing_bytes -= self.lives[i].nbytes
@@ -129,7 +135,7 @@ class Movable:
         # Storages that travel anyway come first: being away longer takes no more copies.
         places = range(len(self.lives))
         for i in [*(i for i in places if i in away), *(i for i in places if i not in away)]:
-            life, (begin, end) = self.lives[i], away.get(i, (turn, turn))
+            life, (begin, end) = self.lives[i], away.get(i, (loss_point, loss_point))
             is_away = begin <= call < end if call is not None else i in away
             may_leave = call is None or life.last < call < life.next
             if is_away or not may_leave:
@@ -161,7 +167,7 @@ def moved(evaluation: Evaluation, moves: Sequence[Move]) -> Evaluation:
         evaluation,
         peaks_bytes=tuple(map(operator.sub, evaluation.peaks_bytes, away)),
         held_bytes=tuple(map(operator.sub, evaluation.held_bytes, away)),
-        turn_bytes=evaluation.turn_bytes - sum(m.nbytes for m in moves),
+        loss_point_bytes=evaluation.loss_point_bytes - sum(m.nbytes for m in moves),
     )
 
 

@@ -167,7 +167,15 @@ class LineArrays:
 
     def totals(self) -> dict[str, int]:
         """Return the totals of the last evaluation, by name."""
-        names = ("calls", "turn", "peak_bytes", "turn_bytes", "end_bytes", "ended", "node")
+        names = (
+            "calls",
+            "loss_point",
+            "peak_bytes",
+            "loss_point_bytes",
+            "end_bytes",
+            "ended",
+            "node",
+        )
         total = self.at.total
         values = self.data[total : total + len(names)].tolist()
         return dict(zip(names, values, strict=True))

@@ -25,16 +25,16 @@ from fxremat.jit import njit
 from fxremat.planner.replay.extract import DIRECT, INPUTS, NODES, READS, REBUILDS
 from fxremat.planner.replay.places import COLUMNS, At, Flags, Floats, Ints, Packed
 from fxremat.planner.replay.replay import (
-    AT_TURN,
+    AT_LOSS_POINT,
     BLOCK,
     COUNT,
     ENDED,
+    LOSS_POINT,
     MOST_HELD,
     OK,
     OP,
     PEAK,
     REBUILT,
-    TURN,
     evaluate,
 )
 
@@ -271,7 +271,7 @@ def _add_up(data: Ints, seconds: Floats, at: At) -> None:
 @njit(inline="always")
 def _find_room(data: Ints, at: At, codes: Ints, calls: Ints, most: Ints) -> None:
     """Find the bytes below the peak from a stage's first run until it first runs again."""
-    count, turn = data[at.total + COUNT], data[at.total + TURN]
+    count, loss_point = data[at.total + COUNT], data[at.total + LOSS_POINT]
     for call in range(count):
         code = codes[calls[OP, call]]
         stage = code // KINDS
@@ -286,8 +286,8 @@ def _find_room(data: Ints, at: At, codes: Ints, calls: Ints, most: Ints) -> None
         while 2 << level <= call - begin:
             level += 1
         peak = max(most[level, begin], most[level, call - (1 << level)])
-        if begin < turn <= call:
-            peak = max(peak, data[at.total + AT_TURN])
+        if begin < loss_point <= call:
+            peak = max(peak, data[at.total + AT_LOSS_POINT])
         data[at.room + stage] = data[at.total + MOST_HELD] - peak
         data[at.begin + stage] = -2  # done
 

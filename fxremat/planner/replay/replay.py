@@ -62,7 +62,7 @@ OP, PEAK, HELD, BLOCK, REBUILT = range(ROWS)
 """Rows of the array of calls: index of the operation in the schedule, peak during the call, bytes
 held after it, its block, and whether it recomputes a stage whose backward comes next."""
 
-COUNT, TURN, MOST_HELD, AT_TURN, AT_END, ENDED, NODE, LEFT = range(8)
+COUNT, LOSS_POINT, MOST_HELD, AT_LOSS_POINT, AT_END, ENDED, NODE, LEFT = range(8)
 """Places in ``At.total``: number of calls, index of the first call of the backward, peak bytes,
 bytes at the loss point and at the end, how the evaluation ended, the node it ended with, and the
 number of codes that are left."""
@@ -99,7 +99,7 @@ def _walk(
     data: Ints, seconds: Floats, at: At, codes: Ints, held: Flags, calls: Ints, call_s: Floats
 ) -> float:
     """Walk through a schedule from its end; return infinity if there is no room for it."""
-    data[at.counts + FAILED] = data[at.total + COUNT] = data[at.total + TURN] = 0
+    data[at.counts + FAILED] = data[at.total + COUNT] = data[at.total + LOSS_POINT] = 0
     data[at.total + LEFT] = codes.size
     while (
         total_s := float(_go_on(data, seconds, at.packed, codes, held, calls, call_s))
@@ -124,7 +124,7 @@ def _go_on(
     """
     at: At = packed[0]
     last = (at.stages - 1) * KINDS + BACKWARD
-    count, turn = data[at.total + COUNT], data[at.total + TURN]
+    count, loss_point = data[at.total + COUNT], data[at.total + LOSS_POINT]
     following = codes[calls[OP, count - 1]] if count else -1
     for i in range(data[at.total + LEFT] - 1, -1, -1):
         stage, kind = codes[i] // KINDS, codes[i] % KINDS
@@ -133,10 +133,10 @@ def _go_on(
             mode = AGAIN if data[at.runs + stage] > 1 else FIRST
         block = block_of(data, at, held, stage, mode, data[at.keeps + stage])
         if block == MISSED:
-            data[at.total + LEFT], data[at.total + COUNT], data[at.total + TURN] = (
+            data[at.total + LEFT], data[at.total + COUNT], data[at.total + LOSS_POINT] = (
                 i + 1,
                 count,
-                turn,
+                loss_point,
             )
             return MISSED
         if kind != BACKWARD:
@@ -161,10 +161,10 @@ def _go_on(
             for k in range(data[lists + INPUTS], data[lists + DIRECT]):
                 _ask(data, at, data[k], LATER)
             if codes[i] == last:
-                turn = count
+                loss_point = count
                 for node in range(at.nodes):
                     data[at.saved + node] = data[at.needed + node] & (LATER | HANDED)
-    return _end(data, at, calls, call_s, count, turn)
+    return _end(data, at, calls, call_s, count, loss_point)
 
 
 @njit(inline="always")
@@ -277,14 +277,14 @@ def _call_seconds(
 
 
 @njit(inline="always")
-def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, turn: int) -> float:
+def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, loss_point: int) -> float:
     """Reverse the order of the calls, and add up what they hold and take."""
     for i in range(count // 2):
         j = count - 1 - i
         for row in range(ROWS):
             calls[row, i], calls[row, j] = calls[row, j], calls[row, i]
         call_s[i], call_s[j] = call_s[j], call_s[i]
-    first = count - turn
+    first = count - loss_point
     now = at_loss = data[at.context]
     peak, total_s = 0, 0.0
     for i in range(count):
@@ -300,9 +300,9 @@ def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, turn: int)
         at_loss = now + data[at.context + 1]
         now += data[at.context + 2]
     at_end = now + data[at.context + 3]
-    data[at.total + COUNT], data[at.total + TURN] = count, first
+    data[at.total + COUNT], data[at.total + LOSS_POINT] = count, first
     data[at.total + MOST_HELD] = max(peak, at_loss, at_end)
-    data[at.total + AT_TURN], data[at.total + AT_END] = at_loss, at_end
+    data[at.total + AT_LOSS_POINT], data[at.total + AT_END] = at_loss, at_end
     return total_s
 
 
@@ -385,15 +385,15 @@ def find_lives(data: Ints, packed: Packed, calls: Ints, last: Ints, after: Ints)
     """
     at: At = packed[0]
     last[:] = after[:] = -1
-    turn = data[at.total + TURN]
+    loss_point = data[at.total + LOSS_POINT]
     for call in range(data[at.total + COUNT]):
         lists = at.block + COLUMNS * calls[BLOCK, call]
         for k in range(data[lists + READS], data[lists + END]):
-            if call < turn:
+            if call < loss_point:
                 last[data[k]] = call
             elif after[data[k]] == -1:
                 after[data[k]] = call
-        if call < turn:
+        if call < loss_point:
             for i in range(data[lists + ASKED], data[lists + NODES]):
                 node = data[i]
                 for k in range(data[at.storages + node], data[at.storages + node + 1]):

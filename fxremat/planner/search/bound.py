@@ -190,7 +190,7 @@ def _moments(
                 live |= new
                 live_bytes += table.total(new)
     later = set(table.of(_read_by(line.joint.backward)))
-    occupied = constant_bytes + table.total(later & kept) + context_bytes.loss_point_bytes
+    occupied = constant_bytes + table.total(later & kept) + context_bytes.loss_point_more_bytes
     loss_point = Moment(rebuildable & later, frozenset(), occupied)
     chosen = sorted(fullest.values(), key=lambda m: m.occupied_bytes, reverse=True)
     every = -(-len(chosen) // max(most, 1)) or 1

@@ -101,7 +101,7 @@ class Evaluator:
         if self.room.context_key is not now:
             nbytes = (
                 now.given_bytes,
-                now.loss_point_bytes,
+                now.loss_point_more_bytes,
                 now.backward_bytes,
                 now.end_bytes,
             )
@@ -163,10 +163,10 @@ class Evaluator:
         ops = decoded(candidate.codes).computations
         evaluation = Evaluation(
             ops=tuple(ops[i] for i in calls[OP, :count].tolist()),
-            turn=totals["turn"],
+            loss_point=totals["loss_point"],
             peaks_bytes=tuple(calls[PEAK, :count].tolist()),
             held_bytes=tuple(calls[HELD, :count].tolist()),
-            turn_bytes=totals["turn_bytes"],
+            loss_point_bytes=totals["loss_point_bytes"],
             end_bytes=totals["end_bytes"],
             seconds=tuple(call_s[:count].tolist()),
             lives=self._lives(calls),
@@ -297,7 +297,7 @@ def program_of(
             "please report this model"
         )
     return Program(
-        line, linked, totals["turn"], tuple(sorted(crossing, key=lambda n: _rank(line, n)))
+        line, linked, totals["loss_point"], tuple(sorted(crossing, key=lambda n: _rank(line, n)))
     )
 
 

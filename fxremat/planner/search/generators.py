@@ -177,7 +177,7 @@ class _Stage:
         extra = self._backward_footprint(option).peak_bytes
         if self.index == len(self.chain) - 1:
             context = self.evaluator.context_bytes
-            extra = max(0, extra + context.backward_bytes, context.loss_point_bytes)
+            extra = max(0, extra + context.backward_bytes, context.loss_point_more_bytes)
         return extra
 
 

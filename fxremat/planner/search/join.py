@@ -248,13 +248,15 @@ def join_schedules(setting: Setting) -> Iterator[Codes]:
     line, effort = setting.line, setting.effort
     for branching in branchings_of(line):
         # Loading numba takes longer than all else in the package: not at import.
-        from fxremat.solvers.join.coarse import with_turn  # noqa: PLC0415
+        from fxremat.solvers.join.coarse import with_loss_point  # noqa: PLC0415
 
         join, costs = _join_of(setting, branching)
         yield from _in_orders(line, _solve_join(join, costs, branching, effort))
         if len(join.trunk) > 1 and branching.ends[-1] == line.branch_ends[-1]:
-            turn = with_turn(join, costs, extra_bytes=_turn_bytes(setting))
-            schedules = _solve_join(turn.join, turn.costs, branching, effort, refine=turn.refine)
+            loss_point = with_loss_point(join, costs, extra_bytes=_loss_point_bytes(setting))
+            schedules = _solve_join(
+                loss_point.join, loss_point.costs, branching, effort, refine=loss_point.refine
+            )
             yield from _in_orders(line, schedules)
 
 
@@ -276,10 +278,10 @@ def _join_of(setting: Setting, branching: Branching) -> tuple[Join, JoinCosts]:
     return build_join(setting.chain, branching), costs
 
 
-def _turn_bytes(setting: Setting) -> int:
+def _loss_point_bytes(setting: Setting) -> int:
     """Return the trunk's peak beyond what is held before it, with everything kept."""
     start, kept = setting.line.branch_ends[-1], setting.kept
-    held_bytes, peaks = setting.context_bytes.given_bytes, [kept.turn_bytes]
+    held_bytes, peaks = setting.context_bytes.given_bytes, [kept.loss_point_bytes]
     for op, peak, held in zip(kept.ops, kept.peaks_bytes, kept.held_bytes, strict=True):
         if op.stage >= start:
             peaks.append(peak)
@@ -378,6 +380,6 @@ def in_graph_order(segment: Codes, codes: Codes) -> Codes:
 
     ``segment`` is the segment of each stage.
     """
-    turn = int(np.argmax(codes % KINDS == BACKWARD))
-    order = np.argsort(segment[codes[:turn] // KINDS], kind="stable")
-    return np.concatenate([codes[:turn][order], codes[turn:]])
+    loss_point = int(np.argmax(codes % KINDS == BACKWARD))
+    order = np.argsort(segment[codes[:loss_point] // KINDS], kind="stable")
+    return np.concatenate([codes[:loss_point][order], codes[loss_point:]])

@@ -23,13 +23,13 @@ function add(parent, tag, text, fields = {}) {
   return made;
 }
 
-/* The step: instants on an axis of seconds with a gap for the turn, and one after the end. */
+/* The step: instants on an axis of seconds with a gap for the loss point, and one after the end. */
 const count = plan.times_s.length;
 const gap = plan.makespan_s * 0.015 || 1;
-const turnS = plan.times_s[plan.turn];
-const begins = plan.times_s.map((t, i) => (i > plan.turn ? t + gap : t));
+const lossS = plan.times_s[plan.loss_point];
+const begins = plan.times_s.map((t, i) => (i > plan.loss_point ? t + gap : t));
 const whole = [0, Math.max(begins[count - 1], plan.makespan_s + gap) + gap];
-const onAxis = (t, isEnd) => (t > turnS || (t === turnS && !isEnd) ? t + gap : t);
+const onAxis = (t, isEnd) => (t > lossS || (t === lossS && !isEnd) ? t + gap : t);
 
 /* Lives: tensor, first instant, instant after the last, area. Lowest area first. */
 const lives = [];
@@ -58,7 +58,7 @@ const fates = {
   forward: "--forward", "forward again": "--again", backward: "--backward", copies: "--copy",
 };
 const fateOf = ([op, lane, begin]) =>
-  lane !== "compute" ? "copies" : op.startsWith("B") ? "backward" : begin >= turnS ? "forward again" : "forward";
+  lane !== "compute" ? "copies" : op.startsWith("B") ? "backward" : begin >= lossS ? "forward again" : "forward";
 
 /* Layout of the picture, in CSS pixels. */
 const left = 74, right = 12, top0 = 16, memoryHeight = 340, laneHeight = 17, laneGap = 5;
@@ -167,9 +167,9 @@ function drawScale(pen) {
     if (x < left || x > width - right) continue;
     pen.fillText(t ? seconds(t) : "0", x, top0 + memoryHeight + 12);
   }
-  const atTurn = [toX(turnS), toX(turnS + gap)];
-  if (atTurn[0] > left && atTurn[1] < width - right) {
-    pen.fillText("turn", (atTurn[0] + atTurn[1]) / 2, top0 - 8);
+  const atLoss = [toX(lossS), toX(lossS + gap)];
+  if (atLoss[0] > left && atLoss[1] < width - right) {
+    pen.fillText("loss", (atLoss[0] + atLoss[1]) / 2, top0 - 8);
   }
 }
 
@@ -185,7 +185,7 @@ function drawLine(pen, nbytes, colour, dashes, text = "") {
 
 /* The same step with everything kept: its backward begins where the plan's does. */
 function drawKept(pen) {
-  const { seconds: each, peaks_bytes: peaks, turn, turn_bytes: atTurn } = plan.kept;
+  const { seconds: each, peaks_bytes: peaks, loss_point: lossPoint, loss_point_bytes: atLoss } = plan.kept;
   const floor = top0 + memoryHeight, height = (n) => Math.max(toY(n), top0);
   pen.save();
   pen.beginPath(); pen.rect(left, 0, width - left - right, floor); pen.clip();
@@ -193,10 +193,10 @@ function drawKept(pen) {
   pen.moveTo(toX(0), floor);
   let at = 0, end = toX(0);
   each.forEach((s, i) => {
-    if (i === turn) {
-      pen.lineTo(end, height(atTurn));
-      pen.lineTo(toX(turnS + gap), height(atTurn));
-      at = turnS + gap;
+    if (i === lossPoint) {
+      pen.lineTo(end, height(atLoss));
+      pen.lineTo(toX(lossS + gap), height(atLoss));
+      at = lossS + gap;
     }
     pen.lineTo(toX(at), height(peaks[i]));
     at += s;
@@ -325,7 +325,7 @@ const fate = (stage) => stageOf.get(stage)?.fate ?? "";
 function aboutLife(life) {
   const [name, nbytes, stage, operation, module, kind] = plan.tensors[life.tensor];
   const own = lives.filter((other) => other.tensor === life.tensor);
-  const again = own.indexOf(life) > 0 && life.begin > plan.turn && kind === "ACTIVATIONS";
+  const again = own.indexOf(life) > 0 && life.begin > plan.loss_point && kind === "ACTIVATIONS";
   const travelled = copies.some((copy) => copy[0] === `copy ${name}`);
   const made = operation ? `${operation}${module ? ` in ${module}` : ""}` : "";
   const how = again ? (travelled ? "back from the host" : "computed again") : "";

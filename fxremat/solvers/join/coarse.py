@@ -62,7 +62,7 @@ class Coarse:
         return [Forward(stages[0], op.keep), *(Forward(i, Keep.NONE) for i in stages[1:])]
 
 
-def with_turn(join: Join, costs: JoinCosts, *, extra_bytes: int) -> Coarse:
+def with_loss_point(join: Join, costs: JoinCosts, *, extra_bytes: int) -> Coarse:
     """Merge the trunk into a single stage, whose backward follows its forward, as in the paper.
 
     Args:

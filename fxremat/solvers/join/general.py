@@ -2,8 +2,8 @@
 
 Beaumont, Herrmann, Pallez, Shilova, "Optimal memory-aware backpropagation of deep join networks"
 (2019), Theorem 3, generalized from unit costs to bytes and seconds. A position in a branch replaces
-a number of steps, the trunk (a chain) replaces the turn, and rotor's chain recurrence replaces
-``Opt_0``.
+a number of steps, the trunk (a chain) replaces the loss (the paper's turn), and rotor's chain
+recurrence replaces ``Opt_0``.
 
 ``J(p, h, t, m)`` is the least time to get from the gradient after trunk stage ``t`` to those at the
 heads ``p``, when boundary ``p[b]`` of every branch ``b`` (its *head*) is held and ``m`` further

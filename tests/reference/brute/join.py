@@ -119,10 +119,10 @@ class _Search(Held):
 
     def _still_needs(self, state: State) -> int:
         """No less will be held at the trunk's next backward: what is kept stays until then."""
-        level = state.levels[self.turn]
+        level = state.levels[self.loss_point]
         if self.kind is Kind.ANY or not level:
             return 0
-        stage = self.first[self.turn] + level - 1
+        stage = self.first[self.loss_point] + level - 1
         cost = self.costs[stage]
         held = self.total(state._replace(flight=()), 0)
         least = min([cost.backward_extra_bytes, *(o.backward_extra_bytes for o in cost.options)])
@@ -169,16 +169,16 @@ class _Search(Held):
         for line in self._lines_that_go_on(state):
             yield from self._forwards(state, line)
             yield from self._backwards(state, line)
-        if self.kind is Kind.CANONICAL and state.levels[self.turn] > 1:
+        if self.kind is Kind.CANONICAL and state.levels[self.loss_point] > 1:
             yield from self._turns(state)
 
     def _lines_that_go_on(self, state: State) -> list[int]:
-        branches = list(range(self.turn))
+        branches = list(range(self.loss_point))
         if self.kind is Kind.ANY:
-            return [*branches, self.turn]
-        if state.levels[self.turn]:
-            if self._deepest(state, self.turn) >= 0:
-                return [self.turn]
+            return [*branches, self.loss_point]
+        if state.levels[self.loss_point]:
+            if self._deepest(state, self.loss_point) >= 0:
+                return [self.loss_point]
             return branches
         if self.kind is Kind.PERSISTENT:
             return branches
@@ -213,13 +213,13 @@ class _Search(Held):
 
     def _is_read_after(self, state: State, line: int) -> bool:
         """Whether something other than a backward reads the boundary at the line's level."""
-        return line != self.turn and state.levels[self.turn] > 0
+        return line != self.loss_point and state.levels[self.loss_point] > 0
 
     def _turns(self, state: State) -> Iterator[_Step]:
         """All branches to their ends and on into the trunk, only their heads kept."""
-        if self._deepest(state, self.turn) >= 0:
+        if self._deepest(state, self.loss_point) >= 0:
             return
-        heads = [self._deepest(state, b) for b in range(self.turn)]
+        heads = [self._deepest(state, b) for b in range(self.loss_point)]
         if any(
             head == self.lengths[b] and state.saved[self.first[b + 1] - 1] < 0
             for b, head in enumerate(heads)
@@ -233,13 +233,15 @@ class _Search(Held):
                 for b in order
                 for i in range(heads[b], self.lengths[b])
             ]
-            stages += [(self.turn, i, Keep.NONE) for i in range(state.levels[self.turn] - 1)]
+            stages += [
+                (self.loss_point, i, Keep.NONE) for i in range(state.levels[self.loss_point] - 1)
+            ]
             for line, i, keep in stages:
                 more = next(iter(self._forward(swept.after, line, i, keep)), None)
                 if more is None:
                     break
                 swept = swept.then(more)
-                if line == self.turn:
+                if line == self.loss_point:
                     yield swept
 
     def _deepest(self, state: State, line: int) -> int:
@@ -270,7 +272,7 @@ class _Search(Held):
         stage = self.first[line] + i
         cost = self.costs[stage]
         state = self.landed(state, line, i)
-        again = self._may_go_back(state, line, i) and (line != self.turn or state.last_ran)
+        again = self._may_go_back(state, line, i) and (line != self.loss_point or state.last_ran)
         if keep is Keep.ALL and again and self.kind is not Kind.ANY:
             return  # its backward comes next, and that is a rebuild
         keeping = cost.options[option - 1] if option else cost
@@ -292,7 +294,7 @@ class _Search(Held):
             order = (*(s for s in order if s != stage), stage)
         if keep is Keep.ALL:
             saved = put(saved, stage, adds)
-        if line == self.turn and i == 0:
+        if line == self.loss_point and i == 0:
             state = self.without_ends(state)
         after = state._replace(
             last_ran=state.last_ran or stage == self.first[-1] - 1,
@@ -309,7 +311,7 @@ class _Search(Held):
     def _rebuild(self, state: State, line: int, i: int) -> Iterator[_Step]:
         """The forward of a stage for the second time, and its backward straight after."""
         found = self.read(state, line, i)
-        again = line != self.turn or state.last_ran
+        again = line != self.loss_point or state.last_ran
         if found is None or not again or not self._may_go_back(state, line, i):
             return
         if self.is_held(state, line, i + 1):
@@ -319,7 +321,7 @@ class _Search(Held):
         state = self.landed(state, line, i)
         peak = self.total(state, 0) + cost.rebuild_bytes
         ops = (Forward(stage, Keep.ALL), Backward(stage))
-        if line == self.turn and i == 0:
+        if line == self.loss_point and i == 0:
             state = self.without_ends(state)
         yield _Step(cost.rebuild_s + cost.backward_s, peak, ops, self._after_backward(state, line))
 
@@ -338,12 +340,14 @@ class _Search(Held):
         yield _Step(seconds, peak, (Backward(stage),), self._after_backward(state, line))
 
     def _may_go_back(self, state: State, line: int, i: int) -> bool:
-        return state.levels[line] == i + 1 and (line == self.turn or not state.levels[self.turn])
+        return state.levels[line] == i + 1 and (
+            line == self.loss_point or not state.levels[self.loss_point]
+        )
 
     def _after_backward(self, state: State, line: int) -> State:
         i = state.levels[line] - 1
         stage = self.first[line] + i
-        if line == self.turn and i == 0:
+        if line == self.loss_point and i == 0:
             state = self.without_ends(state)
         return state._replace(
             levels=put(state.levels, line, i),

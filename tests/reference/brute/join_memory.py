@@ -42,7 +42,7 @@ class Held:
         join = problem.join
         self.problem = problem
         self.lines = join.lines
-        self.turn = len(self.lines) - 1  # the trunk
+        self.loss_point = len(self.lines) - 1  # the trunk
         self.first = join.first_stages
         self.costs: list[StageCosts] = [c for stages in problem.costs.lines for c in stages]
         self.sets = [[frozenset(ids) for ids in line.boundaries] for line in self.lines]
@@ -63,7 +63,7 @@ class Held:
 
     def read(self, state: State, line: int, i: int) -> tuple[int, bool] | None:
         """The value that a reader of boundary ``i`` gets, and whether it was a kept one."""
-        if i == 0 and line == self.turn:
+        if i == 0 and line == self.loss_point:
             return self.meet(state)
         stage = self.first[line] + i
         if state.at[line] == i:
@@ -77,8 +77,8 @@ class Held:
     def meet(self, state: State) -> tuple[int, bool] | None:
         """Boundary 0 of the trunk, put together from the branches' ends."""
         met, from_kept = 0, False
-        kept = state.kept[self.first[self.turn]]
-        for b in range(self.turn):
+        kept = state.kept[self.first[self.loss_point]]
+        for b in range(self.loss_point):
             end = self.lengths[b]
             last = self.first[b] + end - 1
             if state.at[b] == end:
@@ -99,7 +99,7 @@ class Held:
             return True
         if boundary < self.lengths[line]:
             return state.kept[stage] >= 0
-        return line != self.turn and state.kept[self.first[self.turn]] >= 0
+        return line != self.loss_point and state.kept[self.first[self.loss_point]] >= 0
 
     def landed(self, state: State, line: int, reads: int) -> State:
         """Without what the line has in flight and an operation reading ``reads`` does not read."""
@@ -110,7 +110,7 @@ class Held:
     def without_ends(self, state: State) -> State:
         """Without the branches' ends that are in flight."""
         at, flight = list(state.at), list(state.flight)
-        for b in range(self.turn):
+        for b in range(self.loss_point):
             if at[b] == self.lengths[b]:
                 at[b], flight[b] = -1, 0
         return state._replace(at=tuple(at), flight=tuple(flight))
@@ -126,8 +126,10 @@ class Held:
 
     def gradient_bytes(self, state: State) -> int:
         """What the backwards that are done have left."""
-        if state.levels[self.turn]:
-            return self.costs[self.first[self.turn] + state.levels[self.turn] - 1].gradient_bytes
+        if state.levels[self.loss_point]:
+            return self.costs[
+                self.first[self.loss_point] + state.levels[self.loss_point] - 1
+            ].gradient_bytes
         costs = self.problem.costs
         held = costs.trunk_done_bytes
         for b, done in enumerate(costs.left_bytes):
@@ -137,7 +139,7 @@ class Held:
 
     def line_of(self, stage: int) -> int:
         """The line of a stage."""
-        return next(b for b in range(self.turn + 1) if stage < self.first[b + 1])
+        return next(b for b in range(self.loss_point + 1) if stage < self.first[b + 1])
 
 
 def put(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:

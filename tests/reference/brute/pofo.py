@@ -13,7 +13,7 @@ combination of rematerialization and offloading for training DNNs", NeurIPS 2021
   set ``i - 1`` that has it, is a *value*. It is offloaded whole or not at all. A value
   whose boundary ``i`` has a storage of another boundary stays on the device.
 * Offloads run in the first sweep, in the order in which the values are made; prefetches
-  run after the turn, in the order in which they are read. Between the two, all
+  run after the loss point, in the order in which they are read. Between the two, all
   offloads are done and no prefetch has begun.
 * Transfers are fluid: device memory is given back and taken at bandwidth, as the bytes
   move, and a prefetch may wait. A value can be copied as soon as it is made, but the
@@ -75,7 +75,7 @@ class Value(NamedTuple):
         what: for the schedule.
         nbytes: its size.
         kept: the step of the first sweep that reads and keeps it.
-        needed: the first step after the turn that reads it.
+        needed: the first step after the loss point that reads it.
     """
 
     what: Activations
@@ -89,12 +89,12 @@ class Run(NamedTuple):
 
     Attributes:
         steps: all of them.
-        turn: how many of them belong to the first sweep.
+        loss_point: how many of them belong to the first sweep.
         values: what may be offloaded, in the order in which it is made.
     """
 
     steps: tuple[Step, ...]
-    turn: int
+    loss_point: int
     values: tuple[Value, ...]
 
 
@@ -143,7 +143,7 @@ def least_seconds(
 ) -> float | None:
     """The least time of a sequence of which ``moved`` is offloaded, ``None`` if it does not fit.
 
-    Running everything as early as possible is best on the way to the turn. On the way
+    Running everything as early as possible is best on the way to the loss point. On the way
     back it is running everything as late as possible: that is followed from the end, and
     a prefetch that is undone from there is an offload.
     """
@@ -151,9 +151,9 @@ def least_seconds(
     out_s = 1.0 / link.offload_bytes_per_s if link else 0.0
     back_s = 1.0 / link.prefetch_bytes_per_s if link else 0.0
     ahead = [(v.kept, v.nbytes) for v in moved]
-    forward_s = _phase_seconds(run.steps[: run.turn], ahead, budget_bytes, out_s, early=True)
+    forward_s = _phase_seconds(run.steps[: run.loss_point], ahead, budget_bytes, out_s, early=True)
     behind = [(last - v.needed, v.nbytes) for v in reversed(moved)]
-    reverse = run.steps[: run.turn - 1 : -1]
+    reverse = run.steps[: run.loss_point - 1 : -1]
     backward_s = _phase_seconds(reverse, behind, budget_bytes, back_s, early=False)
     if forward_s is None or backward_s is None:
         return None
@@ -317,9 +317,9 @@ class _Search:
 
     def _run(self, steps: tuple[Step, ...]) -> Run:
         firsts = [step.ops[0] for step in steps]
-        turn = 1 + min(at for at, op in enumerate(firsts) if op.stage == self.count - 1)
+        loss_point = 1 + min(at for at, op in enumerate(firsts) if op.stage == self.count - 1)
         values = []
-        for at, op in enumerate(firsts[:turn]):
+        for at, op in enumerate(firsts[:loss_point]):
             assert isinstance(op, Forward)
             held = at and firsts[at - 1] == Forward(op.stage - 1, Keep.ALL)
             if not self._is_own(op.stage) or (op.keep is Keep.NONE and not held):
@@ -330,9 +330,9 @@ class _Search:
             else:
                 what = Activations(Part.INPUT, op.stage)
                 nbytes = self.chain.nbytes(self.chain.boundaries[op.stage])
-            needed = min(n for n in range(turn, len(firsts)) if _reads(firsts[n], what))
+            needed = min(n for n in range(loss_point, len(firsts)) if _reads(firsts[n], what))
             values.append(Value(what, nbytes, at, needed))
-        return Run(steps, turn, tuple(values))
+        return Run(steps, loss_point, tuple(values))
 
     def _is_own(self, boundary: int) -> bool:
         """Whether no storage of the boundary is in another one."""
@@ -341,14 +341,14 @@ class _Search:
 
 
 def _reads(op: Compute, what: Activations) -> bool:
-    """Whether ``op``, after the turn, reads ``what`` before anything else does."""
+    """Whether ``op``, after the loss point, reads ``what`` before anything else does."""
     return op.stage in ((what.stage,) if what.part is Part.INPUT else (what.stage, what.stage + 1))
 
 
 def _schedule(run: Run, moved: tuple[Value, ...]) -> Schedule:
     ops: list[Op] = []
     for at, step in enumerate(run.steps):
-        if at == run.turn:
+        if at == run.loss_point:
             ops += [Prefetch(value.what) for value in reversed(moved)]
         ops += [Wait(value.what) for value in moved if value.needed == at]
         ops += step.ops

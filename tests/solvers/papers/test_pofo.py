@@ -108,7 +108,7 @@ def rounding(problem: Problem, found: Solved) -> tuple[float, float]:
 
 
 def is_of_whole_transfers(found: Solved) -> bool:
-    """One for fluid ones has a prefetch of no bytes at the turn, if anything travels."""
+    """One for fluid ones has a prefetch of no bytes at the loss point, if anything travels."""
     parts = (op.nbytes for op in found.schedule if isinstance(op, Offload | Prefetch))
     return all(nbytes is None for nbytes in parts)
 
