@@ -511,7 +511,7 @@ def test_exact_gradients_beside_a_loss_are_those_at_any_gradient_of_its_own(some
     model, given, truth = made(), batch(), made()
     call = compiled(model, some_bytes)
     assert call.plan.form.exact
-    assert call.plan.form.beside
+    assert call.plan.form.early_gradients
     for factor in (1.0, 0.3, 0.3, -7.0, 0.0, float("inf"), 1.0):
         for own, step in ((model, call), (truth, truth)):
             own.zero_grad(set_to_none=True)
@@ -539,7 +539,7 @@ def test_logits_are_made_once_where_the_gradient_of_the_loss_is_one(some_bytes: 
     step(0.3)
     for count in range(3):  # as of microbatches, or of a scaler of gradients
         assert softmaxes(lambda: step(0.3)) == parts, count
-    assert all(plan.form.beside for plan in call.plans)
+    assert all(plan.form.early_gradients for plan in call.plans)
 
 
 @pytest.mark.usefixtures("first_that_fits")
@@ -554,7 +554,7 @@ def test_a_loop_whose_loss_has_another_gradient_each_time_makes_logits_twice(som
         for ours, expected in zip(model.parameters(), truth.parameters(), strict=True):
             assert torch.equal(ours.grad, expected.grad)
     later = call.plans[-1]
-    assert not later.form.beside
+    assert not later.form.early_gradients
     loss = 0.1 * call(*given)
     assert softmaxes(loss.backward) >= 3
     model.zero_grad(set_to_none=True)
@@ -568,7 +568,7 @@ def test_what_a_gradient_is_expected_to_be_is_read_once_a_step(least_bytes: int)
     """Two steps in flight: the later one's backward comes first, with another gradient."""
     model, given, truth = made(), batch(), made()
     call = compiled(model, least_bytes, in_flight=2)
-    assert call.plan.form.beside
+    assert call.plan.form.early_gradients
     for step in (call, truth):
         for factors in ((1.0, 0.3), (0.3, 0.3), (0.7, 0.3)):
             losses = [step(*given) for _ in factors]
@@ -670,8 +670,8 @@ def test_a_loss_that_the_model_scales_is_made_once(kind: type[Counted], some_byt
     call, given = compiled(model, some_bytes), batch()
     found = [gradients(model, call, given) for _ in range(2)][-1]
     assert all(map(torch.equal, found, gradients(truth, truth, given)))
-    assert call.plan.form.beside
-    assert all(plan.form.beside for plan in call.plans)
+    assert call.plan.form.early_gradients
+    assert all(plan.form.early_gradients for plan in call.plans)
     step = functools.partial(gradients, model, call, given)
     assert softmaxes(step) == planned_softmaxes(call.plan) == parts_of_loss(call.plan)
 
@@ -770,6 +770,6 @@ def test_a_gradient_that_comes_otherwise_is_planned_for_at_other_sizes(tokens: i
     for _ in range(2):
         step()
     plan = call.plan
-    assert plan.form.beside and plan.form.exact
+    assert plan.form.early_gradients and plan.form.exact
     model.zero_grad(set_to_none=True)
     assert fxremat.measure_step(model, step).peak_bytes <= plan.predicted_peak_bytes

@@ -300,7 +300,7 @@ def test_networks_of_one_process_count_each_other() -> None:
     for compiled in (first, second) * 3:  # the first one's gradients exist while the second trains
         compiled.zero_grad()
         compiled(X).sum().backward()
-    named = dict(second.plan.beside)
+    named = dict(second.plan.also_held)
     bytes_of_first = 2 * sum(p.nbytes for p in generator.parameters())
     assert named["other networks of this process, and copies"] == bytes_of_first
 
@@ -309,7 +309,7 @@ def test_a_network_that_trains_no_more_is_left_out() -> None:
     old = fxremat.compile(network(), X, 1.0, loss=torch.sum)
     old(X).sum().backward()
     plan = fxremat.plan(network(), X, 1.0, loss=torch.sum)
-    assert not plan.beside
+    assert not plan.also_held
     assert old is not None
 
 
@@ -320,7 +320,7 @@ def test_an_average_of_the_weights_is_counted() -> None:
     for _ in range(2):
         compiled.zero_grad()
         compiled(X).sum().backward()
-    named = dict(compiled.plan.beside)
+    named = dict(compiled.plan.also_held)
     nbytes = sum(p.nbytes for p in model.parameters())
     assert named["other networks of this process, and copies"] == nbytes
     average.update_parameters(compiled)

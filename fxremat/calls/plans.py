@@ -210,7 +210,7 @@ def _equivalent(graph: Graph, context: StepContext) -> CompiledPlan | None:
             continue
         if compiled.shortfall is not None:
             continue
-        if context.scaled > made_for.scaled and plan.form.beside:
+        if context.scaled > made_for.scaled and plan.form.early_gradients:
             continue
         then = graph.held(made_for)
         if now.tangents_stay > then.tangents_stay:
@@ -317,7 +317,7 @@ def _failing_together(loop: Loop, regions: Regions) -> Iterator[None]:
 def _announce(loop: Loop, graph: Graph, compiled: CompiledPlan, *, several: bool) -> None:
     """Log a new plan, and free the host memory of plans that it supersedes."""
     plan = compiled.record
-    held = ", ".join(f"{format_bytes(n)} for {what}" for what, n in plan.beside)
+    held = ", ".join(f"{format_bytes(n)} for {what}" for what, n in plan.also_held)
     LOG.info(
         "new plan: peak %s of %s, %s per step%s",
         format_bytes(plan.counted_bytes),

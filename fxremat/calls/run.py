@@ -26,7 +26,7 @@ from fxremat.calls.watch import (
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.graph import Graph
 from fxremat.loop.loop import Loop
-from fxremat.passes.parts.beside import computed_anew
+from fxremat.passes.parts.early_gradients import computed_anew
 from fxremat.planning.planner import first_plan
 from fxremat.ranks.combine import AGREED, agreed_corrections
 from fxremat.regions.regions import Regions
@@ -188,7 +188,7 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
     values.extend(args[1:])
     args.clear()
     values.append(gradients)
-    with_loss = not (compiled.plain or regions.several) and bool(compiled.form.beside)
+    with_loss = not (compiled.plain or regions.several) and bool(compiled.form.early_gradients)
     again = computed_anew() if with_loss else 0
     try:
         if calls.on_cuda:

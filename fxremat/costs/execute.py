@@ -17,7 +17,7 @@ from fxremat.errors import CostError
 from fxremat.ir import Request
 from fxremat.passes.emit.code import compile_graph
 from fxremat.passes.joint.graph import allocated_bytes, is_getitem, tensors_of
-from fxremat.passes.parts.beside import Beside
+from fxremat.passes.parts.early_gradients import EarlyGradients
 from fxremat.passes.stages.block import Block, Key, Mode, build_graph, call_of, node_key
 from fxremat.progress import Note
 from fxremat.runtime.user_kernels import Launch
@@ -48,7 +48,7 @@ def compile_block(block: Block) -> torch_compat.BoxedCallable:
     """
     graph = build_graph(block)
     for node in graph.nodes:
-        usual = node.target.as_expected if isinstance(node.target, Beside) else node.target
+        usual = node.target.as_expected if isinstance(node.target, EarlyGradients) else node.target
         node.target = torch_compat.alone(usual)
     return compile_graph(graph).forward
 
@@ -338,7 +338,7 @@ def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
 def _bound(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> functools.partial[Any]:
     """Return a call of ``node`` as ``block`` runs it, which computes everything afresh."""
     target, args, kwargs = call_of(node, block.mode_of(node))
-    target = target.anew if isinstance(target, Beside) else torch_compat.alone(target)
+    target = target.anew if isinstance(target, EarlyGradients) else torch_compat.alone(target)
     real_args = torch.fx.map_arg(args, lambda n: values[n])
     real_kwargs = torch.fx.map_arg(kwargs, lambda n: values[n])
     return functools.partial(target, *real_args, **real_kwargs)

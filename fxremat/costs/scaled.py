@@ -51,7 +51,7 @@ from fxremat.passes.fuse.unit import Unit, compile_units
 from fxremat.passes.joint.graph import granule_of
 from fxremat.passes.joint.sizes import Values, layouts_of
 from fxremat.passes.joint.user_kernels import is_tuned
-from fxremat.passes.parts.beside import Beside, parts_of
+from fxremat.passes.parts.early_gradients import EarlyGradients, parts_of
 from fxremat.passes.parts.rows import Rows
 from fxremat.passes.stages.block import Block, BlockCache, Key, Mode
 from fxremat.passes.stages.linearize import Line
@@ -359,7 +359,7 @@ def _dropped_bytes(node: fx.Node) -> list[int]:
 
     They may be symbolic.
     """
-    if not isinstance(node.target, Beside):
+    if not isinstance(node.target, EarlyGradients):
         return []
     outputs = enumerate(node.target.parts.outputs)
     return [

@@ -12,7 +12,7 @@ from fxremat.graph.shortfall import Shortfall
 from fxremat.ir import Form
 from fxremat.passes.emit.code import Around, Emitted
 from fxremat.passes.joint.sizes import Sizes, Values
-from fxremat.passes.parts.beside import Beside
+from fxremat.passes.parts.early_gradients import EarlyGradients
 from fxremat.passes.parts.parts import Parts
 from fxremat.planner.context.step_context import StepContext
 from fxremat.report.plan import Plan
@@ -56,7 +56,7 @@ class CompiledPlan:
     _runs: tuple[Values, tuple[torch_compat.BoxedCallable, ...]] | None = None
 
     def __post_init__(self) -> None:
-        self.plain = not (self.recomputes or self.arena or self.form.beside)
+        self.plain = not (self.recomputes or self.arena or self.form.early_gradients)
 
     @property
     def form(self) -> Form:
@@ -142,7 +142,7 @@ def code_of(emitted: Emitted) -> str:
     runs = dict.fromkeys(
         run
         for target in targets
-        for run in ((target.parts, target) if isinstance(target, Beside) else (target,))
-        if isinstance(run, (Parts, Beside))
+        for run in ((target.parts, target) if isinstance(target, EarlyGradients) else (target,))
+        if isinstance(run, (Parts, EarlyGradients))
     )
     return "\n".join([emitted.code, *(run.code for run in runs)])

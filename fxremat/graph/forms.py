@@ -12,7 +12,7 @@ from fxremat.options.arguments import Split
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.constraints import Policy
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.parts.beside import parts_of
+from fxremat.passes.parts.early_gradients import parts_of
 from fxremat.passes.parts.parts import Parts
 from fxremat.passes.split.losses import has_losses
 from fxremat.passes.stages.linearize import Line
@@ -73,18 +73,18 @@ class FurtherForms:
 
 
 def parted(
-    joint: JointGraph, shares: Sequence[int], *, exact: bool, beside: bool = True
+    joint: JointGraph, shares: Sequence[int], *, exact: bool, early_gradients: bool = True
 ) -> Iterator[Form]:
     """Yield forms in which ever smaller values are computed in parts; see :class:`Form`.
 
     There is a form for each of ``shares``: values above the largest one divided by it are computed
-    in parts. Gradients are computed ``beside`` losses only in a graph that has losses.
+    in parts. Gradients are computed ``early_gradients`` losses only in a graph that has losses.
     """
-    beside = beside and has_losses(joint)
+    early_gradients = early_gradients and has_losses(joint)
     sizes = part_sizes(joint, shares)
     for part_bytes in sizes:
-        yield Form(exact, part_bytes, beside)
-    if exact and beside:  # logits made twice hold no gradients from forward to backward
+        yield Form(exact, part_bytes, early_gradients)
+    if exact and early_gradients:  # logits made twice hold no gradients from forward to backward
         yield Form(exact, sizes[-1])
 
 
@@ -118,7 +118,7 @@ def aimed(
     limit_bytes: int,
     *,
     exact: bool,
-    beside: bool,
+    early_gradients: bool,
     part_bytes: int,
 ) -> Form | None:
     """Return ``form`` with values that are held at a peak computed in parts too.
@@ -129,7 +129,7 @@ def aimed(
         form: how operations are computed there.
         limit_bytes: values are included that are held where the peak exceeds this.
         exact: whether parts keep bits.
-        beside: whether gradients are computed with losses in parts, if there are losses.
+        early_gradients: whether gradients are computed with losses in parts, if there are losses.
         part_bytes: what a part holds; values up to that stay whole.
 
     Returns ``None`` where no value of an operation is held at the peak.
@@ -143,9 +143,13 @@ def aimed(
     names = {name for name, own_bytes in nbytes.items() if own_bytes > part_bytes}
     if not names:
         return None
-    beside = form.beside or (beside and has_losses(search.measured.line.joint))
+    early_gradients = form.early_gradients or (
+        early_gradients and has_losses(search.measured.line.joint)
+    )
     peak = tuple(sorted(names))
-    return replace(form, exact=exact, beside=beside, peak=peak, peak_bytes=part_bytes)
+    return replace(
+        form, exact=exact, early_gradients=early_gradients, peak=peak, peak_bytes=part_bytes
+    )
 
 
 def way_of(line: Line) -> tuple[bool, int, frozenset[str]]:

@@ -175,7 +175,7 @@ def may_follow(graph: Graph, call: Conditions, form: Form) -> bool:
     in parts that other processes would have to choose as well.
     """
     by_itself = graph.peers is None or not (call.region and form.has_parts)
-    return by_itself and not (call.scaled and form.beside and form.exact)
+    return by_itself and not (call.scaled and form.early_gradients and form.exact)
 
 
 # Further variants
@@ -272,7 +272,9 @@ def search_next(
         further.scaled = True
         left = further.left or []
         listed = [*left, *(own.form for own in graph.variants)]
-        others = parted(graph.joint, graph.options.effort.part_shares, exact=True, beside=False)
+        others = parted(
+            graph.joint, graph.options.effort.part_shares, exact=True, early_gradients=False
+        )
         further.left = [*(form for form in others if form not in listed), *left]
     is_bound = call.is_at_capture and not call.has_gradients
     most_bytes = below_bytes - call.held.given_bytes if is_bound else None
@@ -335,7 +337,7 @@ def search_aimed(
             pool.form,
             budget_bytes,
             exact=graph.options.split == "exact",
-            beside=not call.scaled,
+            early_gradients=not call.scaled,
             part_bytes=part_bytes,
         )
         is_new = form is not None and _add(graph, form, call, needed=needed, below_s=below_s)

@@ -40,7 +40,7 @@ from fxremat.passes.joint.constraints import Policy, constrain, describe, uncons
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.sizes import Values
-from fxremat.passes.parts.beside import parts_of
+from fxremat.passes.parts.early_gradients import parts_of
 from fxremat.passes.parts.parts import Changed, Parts
 from fxremat.passes.pipeline import run_passes
 from fxremat.passes.split.run import Looks

@@ -60,7 +60,7 @@ def record_memory(
     moves: tuple[Move, ...],
     *,
     roles: Mapping[int, Kind],
-    beside: Mapping[Kind, int],
+    held_outside: Mapping[Kind, int],
 ) -> StepMemory:
     """Record what is held while ``program`` runs.
 
@@ -70,8 +70,8 @@ def record_memory(
         footprints: of the program's line.
         moves: storages that travel.
         roles: what primals are, where that is known.
-        beside: bytes of what is held before the step and is no primal: gradients, optimizer state
-            and reserve; the rest is recorded as one.
+        held_outside: bytes that are held before the step, by kind, and belong to no primal:
+            gradients, optimizer state and reserve. The rest is recorded as one tensor.
 
     Ensures: the most at the instants of an operation, and what is held at the last of them, are
         those of an evaluation.
@@ -79,7 +79,7 @@ def record_memory(
     line = program.line
     requests = requests_of_step(program, context_bytes, footprints, moves)
     record = _Record(line)
-    for tensor in _given(line.joint, context_bytes, roles, beside):
+    for tensor in _given(line.joint, context_bytes, roles, held_outside):
         record.take(tensor, (tensor.kind, 0))
     calls: list[int] = []
     loss_point = 0
@@ -106,7 +106,7 @@ def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Foo
 
     Returns, for instance, ``"addmm in module blocks.3.mlp, at model.py:23 (operation B 13)"``.
     """
-    memory = record_memory(program, context_bytes, footprints, (), roles={}, beside={})
+    memory = record_memory(program, context_bytes, footprints, (), roles={}, held_outside={})
     held = memory.held_bytes()
     instant = held.index(max(held))
     if instant == memory.loss_point:
@@ -136,7 +136,7 @@ def _given(
     joint: JointGraph,
     context_bytes: ContextBytes,
     roles: Mapping[int, Kind],
-    beside: Mapping[Kind, int],
+    held_outside: Mapping[Kind, int],
 ) -> Iterator[Tensor]:
     """Yield what is held before the step, one tensor for each kind."""
     table = joint.storages
@@ -153,9 +153,9 @@ def _given(
         counted |= new
     for kind, own in storages.items():
         yield Tensor(f"{len(own)} {kind.value}", table.total(own), kind)
-    for kind, nbytes in beside.items():
+    for kind, nbytes in held_outside.items():
         yield Tensor(_BESIDE[kind], nbytes, kind)
-    other = context_bytes.given_bytes - table.total(counted) - sum(beside.values())
+    other = context_bytes.given_bytes - table.total(counted) - sum(held_outside.values())
     yield Tensor("what else is held", other, Kind.OTHER)
 
 

@@ -25,14 +25,14 @@ class Form:
         peak: names of operations whose values are computed in parts too, because they are part of
             the peak of the least-memory plan without that.
         peak_bytes: bytes that a part that computes such values may hold.
-        beside: gradients of losses in parts are computed together with the losses, assuming that
-            the gradient of the loss is that of the step before. Where it differs, exact gradients
-            are computed afterwards.
+        early_gradients: gradients of losses in parts are computed together with the losses,
+            assuming that the gradient of the loss is that of the step before. Where it differs,
+            exact gradients are computed afterwards.
     """
 
     exact: bool = True
     parts_bytes: int = 0
-    beside: bool = False
+    early_gradients: bool = False
     shared: bool = True
     peak: tuple[str, ...] = ()
     peak_bytes: int = 0

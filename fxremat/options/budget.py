@@ -94,7 +94,7 @@ class Budget:
         full_bytes: int,
         least_bytes: int,
         needed_by: Callable[[], str],
-        beside: Sequence[tuple[str, int]] = (),
+        also_held: Sequence[tuple[str, int]] = (),
         first_bytes: int | None = None,
         most_bytes: int | None = None,
         hint: str = "",
@@ -105,7 +105,7 @@ class Budget:
             full_bytes: peak with everything kept.
             least_bytes: least peak of a schedule, whenever the loop clears gradients.
             needed_by: describes where that least peak occurs, for the error.
-            beside: what else is held, and its bytes, for the error.
+            also_held: what else is held, and its bytes, for the error.
             first_bytes: least peak if no gradient exists when a forward begins: a budget of at
                 least that is accepted. ``None``: ``least_bytes``.
             most_bytes: least peak if gradients are set to zero in place of ``None``, which an error
@@ -122,7 +122,7 @@ class Budget:
         if nbytes < first_bytes:
             held = "".join(
                 f"{', of which' if i == 0 else ' and'} {n} ({format_bytes(n)}) are for {what}"
-                for i, (what, n) in enumerate(beside)
+                for i, (what, n) in enumerate(also_held)
             )
             share = (
                 ""

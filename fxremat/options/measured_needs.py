@@ -27,7 +27,7 @@ class LossNeeds:
     """What a loss outside the model takes.
 
     Attributes:
-        nbytes: most bytes that its forward and backward have allocated beside its inputs.
+        nbytes: most bytes that its forward and backward have allocated in addition to its inputs.
         unused: outputs of the model that get no gradient from it; ``None``: all get one.
         small_bytes: the most at once in blocks of the allocator's small pool.
         outputs_bytes: of the outputs that it was measured of.

@@ -118,7 +118,7 @@ def _split(graph: StepGraph, *, config: PassConfig) -> StepGraph:
         graph.joint,
         large_in(form),
         config.other_bits if form.exact else None,
-        beside=form.beside,
+        early_gradients=form.early_gradients,
         expected=config.expected,
         looks=config.looks,
         most_operations=config.effort.run_operations,

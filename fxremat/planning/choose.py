@@ -252,7 +252,7 @@ def _resolved(graph: Graph, budget: TrainingBudget, limit: Budget, needs: Needs)
         first_bytes=needs.first_bytes,
         most_bytes=needs.most_bytes,
         needed_by=lambda: least_of(needs.pools).describe_least() if raises else "",
-        beside=graph.described(needs.context),
+        also_held=graph.described(needs.context),
         hint="" if budget.accepted else budget.hint,
     )
 

@@ -121,7 +121,7 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
         search.allocations.footprints,
         candidate.moves,
         roles=graph.roles,
-        beside={
+        held_outside={
             Kind.GRADIENTS: sum(graph.gradient_bytes(context.sizes, context.existing)),
             Kind.OPTIMIZER: graph.optimizer_bytes + context.state_bytes,
             Kind.RESERVE: graph.caller.reserve_bytes,
@@ -176,7 +176,7 @@ def _plan(
         budget_on=search.allocations.budget_on,
         decision=decision,
         origin=origin,
-        beside=graph.described(context),
+        also_held=graph.described(context),
         sizes=tuple(zip(line.joint.sizes.names, context.sizes, strict=True)),
         fused=_fused(program, context.sizes),
         waiting_bytes=evaluation.loss_point_bytes - held.given_bytes - held.loss_point_more_bytes,

@@ -186,11 +186,11 @@ def largest_fitting(
             guess, up = min(low + step(low) * up, middle), 2 * up
         elif guess >= high - 1 and high <= most:
             guess, down = max(high - step(high) * down, middle), 2 * down
-        beside = guess + 1 if guess < most else max(1, guess - 1)
-        expected, before = roughly_at(guess), roughly_at(beside)
+        next_to = guess + 1 if guess < most else max(1, guess - 1)
+        expected, before = roughly_at(guess), roughly_at(next_to)
         least_bytes = least_at(guess)
         # Trying may have shown how to do with less, at other sizes as well.
-        share = least_bytes * before / max(expected * roughly_at(beside), 1)
+        share = least_bytes * before / max(expected * roughly_at(next_to), 1)
         low, high = (guess, high) if least_bytes <= budget_bytes else (low, guess)
         guess = None
     return low or None

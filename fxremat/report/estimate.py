@@ -122,7 +122,7 @@ class Estimate:
         Returns:
             Bytes by name, such as ``"parameters"``, ``"activations"`` or ``"workspaces"``. The
             target of a loss and tensors of the model that no graph reads are
-            ``"beside the step"``.
+            ``"outside the step"``.
         """
         found = {kind.value: nbytes for kind, nbytes in plan.memory.at_peak().items()}
         found[Kind.OTHER.value] -= self.workspace_bytes + self.library_bytes

@@ -20,7 +20,7 @@ class Kind(Enum):
     INPUTS = "inputs"
     OPTIMIZER = "optimizer state"
     RESERVE = "reserve"
-    OTHER = "beside the step"
+    OTHER = "outside the step"
     GRADIENTS = "gradients"
     ACTIVATIONS = "activations"
     PASSING = "gradients passed on"

@@ -141,7 +141,7 @@ class Plan(Shown, Checked):
             schedule.
         origin: the step that the plan is valid for, or ``None`` if it was not made from a model.
         measured: measurements of the graph, or ``None`` if the plan was not made from a model.
-        beside: memory that this call needs in addition to that of every call, such as existing
+        also_held: memory that this call needs in addition to that of every call, such as existing
             gradients, as pairs of a description and bytes.
         usual: memory that later steps of the usual loop hold in addition to this call, as pairs of
             a description and bytes.
@@ -188,7 +188,7 @@ class Plan(Shown, Checked):
     decision: Decision = field(default_factory=Decision, repr=False)
     origin: Origin | None = field(default=None, repr=False)
     measured: RecordedCosts | None = field(default=None, repr=False)
-    beside: tuple[tuple[str, int], ...] = ()
+    also_held: tuple[tuple[str, int], ...] = ()
     usual: tuple[tuple[str, int], ...] = ()
     zeros_budget_bytes: int = 0
     sizes: tuple[tuple[str, int], ...] = ()

@@ -79,7 +79,7 @@ def _of_regions(step: StepPlan) -> Iterator[tuple[str, str]]:
 
 
 def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
-    for what, nbytes in plan.beside:
+    for what, nbytes in plan.also_held:
         yield "peak includes", f"{_exactly(nbytes)} for {what}"
     for what, nbytes in plan.usual:
         yield "later steps hold", f"{_exactly(nbytes)} of {what}"
@@ -107,7 +107,7 @@ def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
             values.insert(0, f"values of more than {format_bytes(plan.form.parts_bytes)}")
         what = f"{' and '.join(values)} are computed in parts"
         kept = "same bits" if plan.form.exact else "equal up to rounding"
-        if plan.form.beside:
+        if plan.form.early_gradients:
             what += ", with gradients of losses"
         yield "gradients", f"{kept}: {what}"
     elif not plan.form.exact:

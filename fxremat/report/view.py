@@ -89,7 +89,7 @@ class _Joined:
         sizes = [len(region.memory.modules) for region in self._regions]
         self._first_stages = tuple(accumulate(sizes, initial=0))[:-1]
         held = accumulate((row.held_bytes for row in step.regions), initial=0)
-        # What each region finds beside what those before it hold.
+        # What is held at each region in addition to what those before it hold.
         self._beside_bytes = [
             region.given_bytes - before for region, before in zip(self._regions, held, strict=False)
         ]
@@ -250,7 +250,7 @@ class _Region:
 def _outline(step: StepPlan) -> Outline | None:
     """Return the step where every graph keeps everything.
 
-    A region's plan has that of its graph beside what earlier ones hold as planned; where those keep
+    A region's plan counts what earlier ones hold as planned; where those keep
     everything, they hold more, by as much as they do at their loss points.
     """
     rows = step.regions

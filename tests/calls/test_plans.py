@@ -85,7 +85,7 @@ def gradient_bytes(call: CompiledModule) -> int:
 
 
 def beside(plan: Plan) -> int:
-    return sum(nbytes for _, nbytes in plan.beside)
+    return sum(nbytes for _, nbytes in plan.also_held)
 
 
 def recomputes(call: CompiledModule) -> bool:
@@ -98,7 +98,7 @@ def test_the_first_plan_is_that_of_a_step_alone():
     assert len(call.plans) == 1
     cleared(call)
     assert len(call.plans) == 1
-    assert not call.plan.beside
+    assert not call.plan.also_held
     assert not recomputes(call)
 
 

@@ -217,7 +217,7 @@ def test_parts_take_no_more_where_there_are_more_of_them(hint: int, rows: int):
         step.joint,
         large,
         None,
-        beside=False,
+        early_gradients=False,
         expected={},
         looks=Looks(),
         most_operations=USUAL.run_operations,

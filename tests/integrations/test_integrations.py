@@ -116,7 +116,7 @@ def test_a_trainer_takes_a_section_of_a_file(tmp_path: Path) -> None:
     plans = callback.model.plan, counted.model.plan
     assert plans[0].least_budget_bytes == plans[1].least_budget_bytes  # by now the state exists
     beyond = "state of optimizers beyond what optimizer= says"
-    assert [beyond in dict(plan.beside) for plan in plans] == [True, False]
+    assert [beyond in dict(plan.also_held) for plan in plans] == [True, False]
     with pytest.raises(fxremat.ArgumentError) as caught:
         FxrematCallback.from_dict({"budget": "24MiB", "budgte": 1})
     assert caught.value.argument == "budgte"

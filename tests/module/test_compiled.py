@@ -627,7 +627,7 @@ def test_a_part_of_a_larger_model_is_planned_with_it():
     torch._dynamo.reset()
     assert list(whole.state_dict()) == list(larger.state_dict())
     assert same_step(whole, Larger())
-    assert not larger.net.plan.beside and len(larger.net.plans) == 1
+    assert not larger.net.plan.also_held and len(larger.net.plans) == 1
 
 
 def test_threads_that_train_first_at_once_share_a_plan():

@@ -119,7 +119,7 @@ def test_what_an_optimizer_makes_in_larger_blocks_is_counted():
         assert peak_of(step) <= call.plan.budget_bytes
     counts = torch.cuda.memory_stats()
     larger = counts["allocated_bytes.all.current"] - counts["requested_bytes.all.current"]
-    (told,) = (nbytes for what, nbytes in call.plan.beside if "larger than what" in what)
+    (told,) = (nbytes for what, nbytes in call.plan.also_held if "larger than what" in what)
     rounded = 512 * (len(list(model.parameters())) * 4 + 16)
     assert larger - rounded <= told <= larger
     assert told > rounded

@@ -70,7 +70,7 @@ def test_a_loss_whose_gradient_is_another_has_the_same_bits_within_the_budget(
     torch._dynamo.reset()
     model = made()
     call = fxremat.compile(model, given, int(0.7 * least_bytes), loss="own")
-    assert call.plan.form.beside
+    assert call.plan.form.early_gradients
     for factor in (1.0, 0.3, 0.3, 1.0):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -105,7 +105,7 @@ def test_gradients_beside_a_loss_are_computed_once_more_then(capturing: pytest.M
     least_bytes = fxremat.plan(original, given, "min", loss="own", effort=WHOLE).budget_bytes
     torch._dynamo.reset()
     compiled = fxremat.compile(original, given, 7 * least_bytes // 10, loss="own")
-    assert compiled.plan.form.beside
+    assert compiled.plan.form.early_gradients
     assert parts_of_loss(compiled.plan)
     found = []
     for is_captured in (False, True, False):

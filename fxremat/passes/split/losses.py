@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fxremat import torch_compat
 from fxremat.passes.joint.graph import JointGraph, fake_result, is_getitem, is_tensor, tensors_of
 from fxremat.passes.joint.sizes import LAYOUTS, Layout, layouts_of, product
-from fxremat.passes.parts.beside import Beside
+from fxremat.passes.parts.early_gradients import EarlyGradients
 from fxremat.passes.parts.parts import Parts
 from fxremat.runtime.expected import Expected
 
@@ -76,12 +76,12 @@ LINEAR: Mapping[object, int] = {
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 
 
-def beside(early: Tensor, *_gradients: Tensor) -> Tensor:
+def early_gradient(early: Tensor, *_gradients: Tensor) -> Tensor:
     """Stand for ``early`` in a graph that is under construction, with the loss's real gradient.
 
     The other arguments are the loss's real gradient, the one that ``early`` was computed with, and
     the gradients of the step's results from which these two follow: all real ones, then all
-    expected ones. See :class:`Beside`.
+    expected ones. See :class:`EarlyGradients`.
     """
     return torch.empty_like(early)
 
@@ -93,10 +93,10 @@ def gradients_with_losses(
 
     The backward then need not compute them, and what they are computed from, again; what is smaller
     is kept. With ``expected`` gradients of the step's results,
-    :class:`~fxremat.passes.parts.beside.Beside` returns them with their traced bits. Otherwise they
-    are computed for a loss's gradient of 1, and multiplied in the backward by the real one, which
-    rounds once more. Losses in ``float16``, whose range is too small for gradients of an unscaled
-    loss, stay as they are.
+    :class:`~fxremat.passes.parts.early_gradients.EarlyGradients` returns them with their traced
+    bits. Otherwise they are computed for a loss's gradient of 1, and multiplied in the backward by
+    the real one, which rounds once more. Losses in ``float16``, whose range is too small for
+    gradients of an unscaled loss, stay as they are.
 
     Args:
         joint: the step, its losses :func:`by_rows`; it is not changed.
@@ -139,7 +139,7 @@ def gradients_with_losses(
                         scaled = _call(graph, early, mode, aten.mul.Tensor, early, gradient)
                     else:
                         gradients = (gradient, one, *roots, *roots.values())
-                        scaled = _call(graph, early, mode, beside, early, *gradients)
+                        scaled = _call(graph, early, mode, early_gradient, early, *gradients)
                 scaled.meta["partitioner_tag"] = "is_backward"
                 _set_layouts(scaled, layouts_of(early)[0].shape)
                 for user in later:
@@ -148,13 +148,13 @@ def gradients_with_losses(
 
 
 def gather_gradients(module: fx.GraphModule) -> bool:
-    """Let one operation, a :class:`Beside`, return all gradients that one run has computed early.
+    """Let an :class:`EarlyGradients` return all gradients that one run has computed early.
 
     ``module`` is changed. Returns whether all such gradients are computed in parts.
     """
     graph = module.graph
     marks: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
-    for mark in graph.find_nodes(op="call_function", target=beside):
+    for mark in graph.find_nodes(op="call_function", target=early_gradient):
         early, *gradients = mark.args
         run = early.args[0] if is_getitem(early) else early
         if not isinstance(run.target, Parts) or gradients[1] not in run.args:
@@ -177,7 +177,7 @@ def _replace_marks(
     parts: Any = run.target
     targets: list[Any] = [node.target for node in expected]
     with graph.inserting_before(marks[0]):
-        target = Beside(parts, run.args.index(assumed), results, targets)
+        target = EarlyGradients(parts, run.args.index(assumed), results, targets)
         made = graph.call_function(target, (*run.args, gradient, *came, *early))
     made.meta = {k: v for k, v in marks[0].meta.items() if k != "tensor_meta"}
     if len(marks) == 1:

@@ -37,7 +37,7 @@ def split(
     large: Large,
     other_bits: OtherBits | None,
     *,
-    beside: bool,
+    early_gradients: bool,
     expected: dict[str, Expected],
     looks: Looks,
     most_operations: int,
@@ -49,7 +49,7 @@ def split(
         large: values that must not exist whole, and what one part of a run may hold.
         other_bits: called for each operation whose kernel may round otherwise in parts, then for
             each run as it will be emitted; ``None``: results may differ by rounding.
-        beside: whether gradients of losses are computed together with them if possible.
+        early_gradients: whether gradients of losses are computed together with them if possible.
         expected: see :func:`~fxremat.passes.split.losses.gradients_with_losses`.
         looks: limits the search for runs.
         most_operations: how many operations a run has at most.
@@ -62,7 +62,7 @@ def split(
         return _in_parts(joint, large, other_bits, looks, most_operations)
     joint = rebuilt(joint, by_rows(joint.module))
     exact = other_bits is not None
-    if beside:
+    if early_gradients:
         assumed = expected if exact else None
         early = rebuilt(joint, gradients_with_losses(joint, large.most_bytes, assumed))
         module = _in_parts(early, large, other_bits, looks, most_operations)

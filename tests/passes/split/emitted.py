@@ -79,7 +79,7 @@ def in_parts(joint: JointGraph) -> fx.GraphModule | None:
         joint,
         Large(1),
         changed,
-        beside=False,
+        early_gradients=False,
         expected={},
         looks=Looks(),
         most_operations=USUAL.run_operations,

@@ -17,7 +17,7 @@ from fxremat.runtime.expected import Expected
 _counts = threading.local()
 
 
-class Beside:
+class EarlyGradients:
     """Gradients that a run in parts has computed together with a loss.
 
     They were computed for an expected gradient of the loss, and are returned if the expectation was
@@ -42,7 +42,7 @@ class Beside:
     ) -> None:
         self.parts, self.place, self.results = parts, place, tuple(results)
         self.expected = tuple(expected)
-        name = "_".join(["beside", *parts.__name__.split("_")[1:], *map(str, results)])
+        name = "_".join(["early", *parts.__name__.split("_")[1:], *map(str, results)])
         self.__name__ = self.__qualname__ = name
         self.__module__ = "fxremat.parts"
 
@@ -105,7 +105,7 @@ class Beside:
 
 def parts_of(node: fx.Node) -> Parts | None:
     """Return the run in parts that an operation is, or may run."""
-    run = node.target.parts if isinstance(node.target, Beside) else node.target
+    run = node.target.parts if isinstance(node.target, EarlyGradients) else node.target
     return run if isinstance(run, Parts) else None
 
 
