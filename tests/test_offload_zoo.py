@@ -19,7 +19,7 @@ from tests.moving import intercept_copies
 from tests.test_zoo import LARGE, check_all, every_model, quick
 from tests.trials import Tried, attempt, compiled, reference
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "quick_search")
 
 SHARES = (0.0, 0.35, 0.7, 1.0)
 """Budgets, from the least feasible one to the full peak."""
