@@ -31,7 +31,7 @@ from benchmarks.gpu_networks import NETWORKS, Network
 from benchmarks.gpu_peers import PEERS, Call, NotHereError
 from benchmarks.gpu_report import COLUMNS, draw, line
 from benchmarks.rows import Row, Rows, failure
-from fxremat.costs.measure import seconds_of
+from fxremat.costs.measured.measure import seconds_of
 from fxremat.errors import BudgetError, HostMemoryError
 from fxremat.ir import Copy
 from fxremat.units import format_bytes

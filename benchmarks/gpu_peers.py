@@ -13,7 +13,7 @@ from torch._functorch import config
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu_networks import Network
-from fxremat.costs.measure import device_of
+from fxremat.costs.measured.measure import device_of
 from fxremat.torch_compat import capture_settings, is_backward_node
 
 Call = Callable[..., Tensor]

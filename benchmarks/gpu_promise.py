@@ -36,7 +36,7 @@ from benchmarks.devices import (
 )
 from benchmarks.gpu_networks import PROMISED, Network
 from benchmarks.rows import Row, Rows, append, failure, run_part
-from fxremat.costs.measure import seconds_of
+from fxremat.costs.measured.measure import seconds_of
 from fxremat.errors import BudgetError
 from fxremat.units import format_bytes
 from tests.models.bits import first_difference

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxremat
 from benchmarks.common import Spread, interleave, ratios, save, show
-from fxremat.costs.measure import seconds_of
+from fxremat.costs.measured.measure import seconds_of
 
 DEPTHS = (4, 8, 16, 32)
 SLOPES = (0.01, 0.1)

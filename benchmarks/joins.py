@@ -21,7 +21,7 @@ import torch
 from benchmarks.common import RESULTS, interleave, ratios, save, show
 from benchmarks.steps import entry_of
 from benchmarks.unit_joins import figure_7
-from fxremat.costs.measure import seconds_of
+from fxremat.costs.measured.measure import seconds_of
 from fxremat.effort import DEFAULT_GENERATORS
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.planner.decision.candidates import Candidate

@@ -38,7 +38,7 @@ from benchmarks.common import RESULTS, Spread, interleave, ratios, show
 from benchmarks.devices import describe, device_named
 from benchmarks.gpu_networks import VGG, Classifier
 from benchmarks.rows import Row, Rows, failure
-from fxremat.costs.measure import peak_of, seconds_of
+from fxremat.costs.measured.measure import peak_of, seconds_of
 from fxremat.ir import Copy
 from fxremat.runtime.arena import Arena
 from fxremat.runtime.memory import file_memory, folder_of

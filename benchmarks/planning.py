@@ -26,7 +26,7 @@ import torch
 from benchmarks.common import RESULTS, pyplot, rows_but, save, show
 from benchmarks.steps import entry_of, planned
 from fxremat.compiler import compiler
-from fxremat.costs.cache import COSTS
+from fxremat.costs.measured.cache import COSTS
 from fxremat.effort import Effort
 from fxremat.graph import graph
 from fxremat.planner.replay.extract import EVALUATIONS

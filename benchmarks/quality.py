@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.common import RESULTS, save, show
 from benchmarks.least import unlabelled
 from benchmarks.steps import entry_of
-from fxremat.costs.cost import Measured
+from fxremat.costs.measured.cost import Measured
 from fxremat.ir import RecordedCosts
 from fxremat.passes.joint.digest import digest
 from fxremat.planner.context.context_bytes import Caller, context_bytes_of

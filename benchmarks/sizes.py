@@ -22,9 +22,9 @@ import torch
 
 from benchmarks.common import Spread, interleave, save, show
 from benchmarks.steps import entry_of
-from fxremat.costs.cache import COSTS, cost_cache
-from fxremat.costs.cost import Measured
-from fxremat.costs.scaled import ScaledCosts, with_workspaces
+from fxremat.costs.estimated.scaled import ScaledCosts, with_workspaces
+from fxremat.costs.measured.cache import COSTS, cost_cache
+from fxremat.costs.measured.cost import Measured
 from fxremat.passes.emit.code import Emitted
 from fxremat.passes.emit.rewrite import BlockModules, rewrite
 from fxremat.passes.joint.sizes import Size, Values

@@ -11,7 +11,7 @@ import torch
 import fxremat
 from benchmarks.entries import ENTRIES
 from fxremat import torch_compat
-from fxremat.costs.measure import seconds_of
+from fxremat.costs.measured.measure import seconds_of
 from tests.models import BENCH, ZOO
 from tests.models.reference import compile_reference
 from tests.models.zoo import Args, Kwargs, ZooModel, drawn_once

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     __version__: str
     from fxremat.api import compile, estimate, frontier, max_batch, plan
     from fxremat.capture.sample import Sample
-    from fxremat.costs.devices import Device
-    from fxremat.costs.measure import StepMeasurement, measure_step
+    from fxremat.costs.estimated.devices import Device
+    from fxremat.costs.measured.measure import StepMeasurement, measure_step
     from fxremat.effort import Effort
     from fxremat.errors import (
         ArgumentError,

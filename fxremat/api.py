@@ -13,7 +13,7 @@ from torch import nn
 from fxremat import torch_compat
 from fxremat.capture.isolation import generators_restored, in_training
 from fxremat.capture.sample import Sample, check_gradients
-from fxremat.costs.devices import Device, read_device
+from fxremat.costs.estimated.devices import Device, read_device
 from fxremat.effort import Effort
 from fxremat.errors import ArgumentError, BudgetError, SizesError, refuse
 from fxremat.graph.pool import frontier_over

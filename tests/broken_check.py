@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 import fxremat
-from fxremat.costs.measure import device_of, peak_of, resident_bytes
+from fxremat.costs.measured.measure import device_of, peak_of, resident_bytes
 from fxremat.errors import BudgetError, BudgetWarning, CaptureError
 from tests.broken_programs import Program, loss_of, program
 from tests.models.bits import bitwise_equal, first_difference

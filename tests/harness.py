@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
-from fxremat.costs.cache import CostCache
-from fxremat.costs.cost import Measured, measure_line, stage_blocks
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.cost import Measured, measure_line, stage_blocks
 from fxremat.effort import USUAL, Effort
 from fxremat.ir import Backward, Decision, Forward, Keep, Schedule, StageSeconds, Tensors
 from fxremat.passes.contract import PassConfig

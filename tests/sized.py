@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fxremat import torch_compat
-from fxremat.costs.cache import CostCache
-from fxremat.costs.cost import measure_line
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.cost import measure_line
 from fxremat.ir import RecordedCosts
 from fxremat.passes.emit.code import Emitted
 from fxremat.passes.emit.program import Program

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 import fxremat
 from fxremat import torch_compat
-from fxremat.costs import cache
-from fxremat.costs.cache import CostCache
-from fxremat.costs.cost import Measured, boundary_after, measure_line, stage_blocks
-from fxremat.costs.measure import resident_bytes
+from fxremat.costs.measured import cache
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.cost import Measured, boundary_after, measure_line, stage_blocks
+from fxremat.costs.measured.measure import resident_bytes
 from fxremat.passes.stages.block import BlockCache
 from fxremat.planner.allocator.footprints import requests_of, steps_of
 from fxremat.progress import silent

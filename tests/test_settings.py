@@ -11,8 +11,8 @@ from torch import nn
 
 import fxremat
 from fxremat import torch_compat
-from fxremat.costs import cache
-from fxremat.costs.cache import CostCache
+from fxremat.costs.measured import cache
+from fxremat.costs.measured.cache import CostCache
 from fxremat.errors import BackwardError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "quick_search")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fxremat
-from fxremat.costs import scaled
-from fxremat.costs.execute import Operations
+from fxremat.costs.estimated import scaled
+from fxremat.costs.measured.execute import Operations
 from fxremat.graph import graph as graphs
 from fxremat.passes.parts.bits import same_bits
 from fxremat.passes.parts.parts import Changed

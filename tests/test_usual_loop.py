@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim.swa_utils import AveragedModel
 
 import fxremat
-from fxremat.costs import cache
+from fxremat.costs.measured import cache
 from tests.efforts import ROUNDED_PARTS, WHOLE
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "quick_search")

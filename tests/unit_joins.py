@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.costs.cost import Measured, StageSeconds
+from fxremat.costs.measured.cost import Measured, StageSeconds
 from fxremat.effort import Effort
 from fxremat.ir import Solved
 from fxremat.passes.emit.rewrite import BlockModules, rewrite

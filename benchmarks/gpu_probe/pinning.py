@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_probe.probe import Finding, Probe
-from fxremat.costs.bandwidth import measure_link
+from fxremat.costs.link.bandwidth import measure_link
 from fxremat.runtime.memory import file_memory, folder_of, pinned_memory, unpin
 from fxremat.units import format_bytes
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.gpu_probe.probe import Finding, Probe
-from fxremat.costs.workspaces import library_workspaces
+from fxremat.costs.measured.workspaces import library_workspaces
 from fxremat.units import format_bytes
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import fxremat.units as anchor
-from fxremat.costs.cache import THREADS, measuring_settings
-from fxremat.costs.devices import Device
+from fxremat.costs.estimated.devices import Device
+from fxremat.costs.measured.cache import THREADS, measuring_settings
 from fxremat.effort import DEFAULT_GENERATORS, OF_STAGES, Effort
 from fxremat.ir import Origin
 from fxremat.ir.recorded import Facts

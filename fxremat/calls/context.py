@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fxremat import torch_compat
 from fxremat.calls.learn import corrected
-from fxremat.costs.workspaces import library_workspaces
+from fxremat.costs.measured.workspaces import library_workspaces
 from fxremat.graph.graph import Graph
 from fxremat.loop.loop import Loop
 from fxremat.passes.joint.graph import allocated_bytes

@@ -13,7 +13,7 @@ import torch
 
 from fxremat import torch_compat
 from fxremat.cache.origins import key_of
-from fxremat.costs.bandwidth import link_key, measure_link, record_link
+from fxremat.costs.link.bandwidth import link_key, measure_link, record_link
 from fxremat.errors import CostError
 from fxremat.graph.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
 from fxremat.graph.graph import Graph

@@ -13,16 +13,16 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.cache.folder import Store
 from fxremat.cache.origins import key_of, origin_of_costs
-from fxremat.costs.bits import other_bits
-from fxremat.costs.cache import cost_cache
-from fxremat.costs.causal import CausalMasks
-from fxremat.costs.collectives import late_bytes, speeds_of, with_collectives
-from fxremat.costs.cost import Measured, measure_line
-from fxremat.costs.devices import Device
-from fxremat.costs.layouts import KernelLayouts
-from fxremat.costs.roofline import aside_bytes, estimate_line
-from fxremat.costs.scaled import ScaledCosts, with_workspaces
-from fxremat.costs.tuning import tune_kernels
+from fxremat.costs.estimated.devices import Device
+from fxremat.costs.estimated.roofline import aside_bytes, estimate_line
+from fxremat.costs.estimated.scaled import ScaledCosts, with_workspaces
+from fxremat.costs.link.collectives import late_bytes, speeds_of, with_collectives
+from fxremat.costs.measured.bits import other_bits
+from fxremat.costs.measured.cache import cost_cache
+from fxremat.costs.measured.causal import CausalMasks
+from fxremat.costs.measured.cost import Measured, measure_line
+from fxremat.costs.measured.layouts import KernelLayouts
+from fxremat.costs.measured.tuning import tune_kernels
 from fxremat.errors import CaptureError, CostError, PlanError
 from fxremat.graph.calls import Calls
 from fxremat.graph.dimensions import Dimension, dimensions_of

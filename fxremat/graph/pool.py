@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fxremat.costs.cost import Measured
+from fxremat.costs.measured.cost import Measured
 from fxremat.effort import Effort
 from fxremat.graph.memory_record import describe_peak
 from fxremat.ir import Form, RecordedCosts

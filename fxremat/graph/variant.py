@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxremat.costs.cost import Measured
-from fxremat.costs.scaled import ScaledCosts
+from fxremat.costs.estimated.scaled import ScaledCosts
+from fxremat.costs.measured.cost import Measured
 from fxremat.graph.pool import Pool
 from fxremat.ir import Form, Origin
 from fxremat.passes.stages.block import BlockCache

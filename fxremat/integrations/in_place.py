@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fxremat import api, torch_compat
-from fxremat.costs.measure import device_of
+from fxremat.costs.measured.measure import device_of
 from fxremat.errors import ArgumentError, FxrematError, PlanError
 from fxremat.module.compiled import CompiledModule
 from fxremat.options.arguments import Arguments

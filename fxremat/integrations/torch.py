@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.alone import alone_s
-from fxremat.costs.cache import CostCache
+from fxremat.costs.measured.alone import alone_s
+from fxremat.costs.measured.cache import CostCache
 from fxremat.effort import USUAL
 from fxremat.errors import FxrematError, refuse
 from fxremat.planner.decision.save_options import Numbers, Operation, fastest_within

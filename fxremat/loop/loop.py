@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fxremat import torch_compat
-from fxremat.costs.execute import HeldBytes
-from fxremat.costs.workspaces import library_workspaces
+from fxremat.costs.measured.execute import HeldBytes
+from fxremat.costs.measured.workspaces import library_workspaces
 from fxremat.graph.shortfall import excess_bytes, warn_of_measuring
 from fxremat.loop.comparison import Comparison
 from fxremat.loop.optimizer_state import StateBytes, counted_state

@@ -13,7 +13,7 @@ from fxremat.capture.errors import frames_removed
 from fxremat.capture.isolation import generators_restored, in_training
 from fxremat.capture.sample import Sample, call_without_data
 from fxremat.compiler.entry import trace_only
-from fxremat.costs.measure import device_of
+from fxremat.costs.measured.measure import device_of
 from fxremat.module.runner import Runner
 from fxremat.options.agreed import agreed_arguments
 from fxremat.options.arguments import Arguments

@@ -19,7 +19,7 @@ from fxremat.capture.isolation import attributes_replaced, hook_dicts
 from fxremat.capture.sample import Sample, model_error, places_of
 from fxremat.capture.unused_outputs import Unused, forward_of, refuse_gradients
 from fxremat.compiler.entry import Backend, Entry, SeparateCapture, trace_only
-from fxremat.costs.measure import device_of
+from fxremat.costs.measured.measure import device_of
 from fxremat.errors import CaptureError, CostError, FxrematError
 from fxremat.planner.context.context_bytes import model_bytes
 from fxremat.runtime import cuda_graph

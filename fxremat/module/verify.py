@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat.capture.isolation import in_training
 from fxremat.capture.sample import Sample
-from fxremat.costs.workspaces import forget_workspaces
+from fxremat.costs.measured.workspaces import forget_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.ir import Infeasible, Problem, Solved
 from fxremat.loop.optimizer_state import counted_state, optimizer_bytes

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
 from fxremat.capture.unused_outputs import Unused
-from fxremat.costs.measure import device_of
-from fxremat.costs.workspaces import library_workspaces
+from fxremat.costs.measured.measure import device_of
+from fxremat.costs.measured.workspaces import library_workspaces
 from fxremat.errors import ArgumentError
 from fxremat.planner.allocator.blocks import MOST_SMALL_BYTES
 from fxremat.runtime.steps import SCALAR_BYTES

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxremat.cache.origins import differences
-from fxremat.costs.collectives import Speeds
+from fxremat.costs.link.collectives import Speeds
 from fxremat.errors import RankError
 from fxremat.ir import MeasuredLink, Origin, RecordedCosts
 from fxremat.passes.joint.sizes import Values

@@ -14,7 +14,7 @@ from fxremat import torch_compat
 from fxremat.capture.isolation import in_training
 from fxremat.capture.sample import Sample, call_without_data, places_of
 from fxremat.capture.unused_outputs import Unused
-from fxremat.costs.devices import Device
+from fxremat.costs.estimated.devices import Device
 from fxremat.errors import BudgetError, SizesError
 from fxremat.graph.forms import PlanOptions
 from fxremat.graph.graph import Graph

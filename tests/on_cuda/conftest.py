@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fxremat.costs.workspaces import forget_workspaces
+from fxremat.costs.measured.workspaces import forget_workspaces
 from tests.on_cuda.stood_in import stood_in
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.costs import bandwidth
+from fxremat.costs.link import bandwidth
 from tests.efforts import WHOLE
 from tests.models.bits import assert_bitwise_equal
 from tests.on_cuda.stood_in import (

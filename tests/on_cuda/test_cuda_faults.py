@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fxremat
 from fxremat import torch_compat
-from fxremat.costs import bandwidth, cache, workspaces
+from fxremat.costs.link import bandwidth
+from fxremat.costs.measured import cache, workspaces
 from fxremat.runtime import streams
 from fxremat.runtime.arena import Arena
 from tests.efforts import SPLITS, WHOLE

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import fx
 
-from fxremat.costs.cost import stage_blocks
-from fxremat.costs.execute import compile_block
+from fxremat.costs.measured.cost import stage_blocks
+from fxremat.costs.measured.execute import compile_block
 from fxremat.errors import GraphError
 from fxremat.passes.joint import batchnorm, rng
 from fxremat.passes.joint.graph import is_getitem

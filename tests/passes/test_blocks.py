@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxremat.costs.cost import stage_blocks
+from fxremat.costs.measured.cost import stage_blocks
 from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.stages.block import BlockCache, Mode
 from tests.harness import Captured, captured

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fxremat.costs.cache import CostCache
-from fxremat.costs.cost import measure_line
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.cost import measure_line
 from fxremat.passes.joint.sizes import layouts_of
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line

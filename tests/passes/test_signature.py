@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.costs.cost import stage_blocks
+from fxremat.costs.measured.cost import stage_blocks
 from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.stages.block import Mode, block_key, build_graph, node_key, tensor_key
 from tests.harness import Captured, capture, captured

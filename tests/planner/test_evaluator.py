@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fxremat.costs.cost import Measured
+from fxremat.costs.measured.cost import Measured
 from fxremat.effort import USUAL
 from fxremat.errors import CostError, ScheduleError
 from fxremat.ir import Forward, Keep, Schedule

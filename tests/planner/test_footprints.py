@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.fx import Node
 
-from fxremat.costs.cost import stage_blocks
-from fxremat.costs.execute import compile_block
-from fxremat.costs.synthetic import Synthesizer
+from fxremat.costs.measured.cost import stage_blocks
+from fxremat.costs.measured.execute import compile_block
+from fxremat.costs.measured.synthetic import Synthesizer
 from fxremat.passes.joint.batchnorm import updates_statistics
 from fxremat.passes.joint.graph import StorageTable, is_getitem
 from fxremat.passes.stages.block import Block, Mode, dependencies

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxremat.costs.cost import Measured
+from fxremat.costs.measured.cost import Measured
 from fxremat.effort import DEFAULT_GENERATORS
 from fxremat.ir import Forward, Keep, Schedule
 from fxremat.ir.schedule import Codes, coded, decoded

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fxremat.costs.cost import Measured
-from fxremat.costs.scaled import ScaledCosts
+from fxremat.costs.estimated.scaled import ScaledCosts
+from fxremat.costs.measured.cost import Measured
 from fxremat.effort import USUAL, Effort
 from fxremat.ir.schedule import coded, decoded
 from fxremat.passes.stages.block import BlockCache

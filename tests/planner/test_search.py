@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fxremat
-from fxremat.costs import cache
-from fxremat.costs.cost import Measured
+from fxremat.costs.measured import cache
+from fxremat.costs.measured.cost import Measured
 from fxremat.graph import graph as graphs
 from fxremat.ir import StageSeconds
 from fxremat.passes.stages.linearize import Line

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fxremat.costs.cost import Measured
+from fxremat.costs.measured.cost import Measured
 from fxremat.ir import Request
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.batchnorm import is_inverse

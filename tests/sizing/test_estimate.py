@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import fxremat
 from fxremat import Sample, torch_compat
-from fxremat.costs.devices import DEVICES
+from fxremat.costs.estimated.devices import DEVICES
 from fxremat.errors import (
     ArgumentError,
     BudgetError,

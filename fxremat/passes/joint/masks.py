@@ -2,8 +2,8 @@
 
 Traced code often computes a causal mask where eager code asks for causal attention: transformers
 does so in each of its language models. The kernel of a CPU then also visits the keys that the mask
-excludes, and the mask takes bytes for every pair of a query and a key. ``fxremat.costs.causal``
-says where ``is_causal`` can replace such a mask.
+excludes, and the mask takes bytes for every pair of a query and a key.
+``fxremat.costs.measured.causal`` says where ``is_causal`` can replace such a mask.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.workspaces import library_workspaces
+from fxremat.costs.measured.workspaces import library_workspaces
 from fxremat.passes.joint.graph import JointGraph, StorageTable, allocated_bytes, is_tensor
 from fxremat.passes.joint.sizes import Values, layouts_of, number_at
 from fxremat.runtime.steps import SCALAR_BYTES

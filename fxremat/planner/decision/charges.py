@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from fxremat.costs.cost import Measured
+from fxremat.costs.measured.cost import Measured
 from fxremat.errors import CostError
 from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.stages.block import Mode, dependencies

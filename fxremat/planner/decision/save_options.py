@@ -17,7 +17,7 @@ from types import ModuleType
 from torch import fx
 
 from fxremat import optional
-from fxremat.costs.cost import Measured, boundary_after, stage_blocks
+from fxremat.costs.measured.cost import Measured, boundary_after, stage_blocks
 from fxremat.effort import Effort
 from fxremat.ir import Forward, Keep, Schedule
 from fxremat.passes.joint.graph import is_getitem, is_tensor

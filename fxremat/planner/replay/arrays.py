@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from fxremat.costs.cost import Measured
+from fxremat.costs.measured.cost import Measured
 from fxremat.errors import CostError, ScheduleError
 from fxremat.ir.schedule import Codes
 from fxremat.passes.joint.graph import is_getitem

@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from fxremat import optional
-from fxremat.costs.cost import Measured
+from fxremat.costs.measured.cost import Measured
 from fxremat.passes.joint.graph import is_getitem, values_of
 from fxremat.passes.stages.block import BlockCache, Mode, dependencies
 from fxremat.passes.stages.linearize import Line

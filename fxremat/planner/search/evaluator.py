@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import fx
 
-from fxremat.costs.cost import Measured
+from fxremat.costs.measured.cost import Measured
 from fxremat.effort import Effort
 from fxremat.errors import ScheduleError
 from fxremat.ir import Backward, Decision, Forward, Schedule, Tensors

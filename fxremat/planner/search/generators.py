@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxremat.costs.cost import Measured, boundary_after, stage_blocks
+from fxremat.costs.measured.cost import Measured, boundary_after, stage_blocks
 from fxremat.effort import Effort
 from fxremat.ir import (
     Chain,

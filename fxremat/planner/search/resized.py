@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from fxremat.costs.cost import Measured
+from fxremat.costs.measured.cost import Measured
 from fxremat.effort import Effort
 from fxremat.planner.allocator.allocations import Allocations
 from fxremat.planner.allocator.footprints import Footprints

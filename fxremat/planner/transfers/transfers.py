@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fxremat import torch_compat
-from fxremat.costs.bandwidth import measure_link
+from fxremat.costs.link.bandwidth import measure_link
 from fxremat.ir import MeasuredLink, Move, Solved
 from fxremat.ir.schedule import Codes, coded
 from fxremat.passes.stages.linearize import Line

@@ -9,8 +9,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fxremat.costs.bits import other_bits as changed_places
-from fxremat.costs.cache import CostCache
+from fxremat.costs.measured.bits import other_bits as changed_places
+from fxremat.costs.measured.cache import CostCache
 from fxremat.effort import USUAL
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.graph import JointGraph

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tests.passes.split.layers  # noqa: F401
-from fxremat.costs.cache import CostCache
-from fxremat.costs.contrast import contrasts
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.contrast import contrasts
 from fxremat.passes.parts.bits import same_bits
 from fxremat.passes.split.operators import EXACT
 from fxremat.passes.split.ways import is_pointwise, ways

@@ -12,9 +12,9 @@ import torch
 from torch import fx, nn
 
 from fxremat import torch_compat
-from fxremat.costs.cache import CostCache
-from fxremat.costs.cost import measure_line
-from fxremat.costs.scaled import ScaledCosts, rates_of, with_workspaces
+from fxremat.costs.estimated.scaled import ScaledCosts, rates_of, with_workspaces
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.cost import measure_line
 from fxremat.effort import USUAL
 from fxremat.ir import RecordedCosts
 from fxremat.passes.fuse.unit import Unit

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from fxremat import torch_compat
-from fxremat.costs.cache import CostCache
-from fxremat.costs.contrast import contrasts, listed, with_special
-from fxremat.costs.execute import undisturbed
-from fxremat.costs.synthetic import made_up
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.contrast import contrasts, listed, with_special
+from fxremat.costs.measured.execute import undisturbed
+from fxremat.costs.measured.synthetic import made_up
 from fxremat.passes.joint.sizes import evaluated
 from fxremat.passes.parts.bits import are_equal, is_integer, is_true
 from fxremat.passes.parts.parts import Changed, Parts, Witness

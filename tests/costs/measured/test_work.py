@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxremat.costs.work import Works, ratio
+from fxremat.costs.measured.work import Works, ratio
 from tests.harness import run_traced
 from tests.sized import at_size
 

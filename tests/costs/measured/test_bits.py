@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fxremat.costs.bits import other_bits
-from fxremat.costs.cache import CostCache
-from fxremat.costs.contrast import contrasts
+from fxremat.costs.measured.bits import other_bits
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.contrast import contrasts
 from fxremat.passes.joint.sizes import Layout
 from fxremat.passes.parts.bits import are_equal
 from fxremat.passes.parts.parts import Integers, Output, Parts

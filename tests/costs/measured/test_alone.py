@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxremat.costs.alone import alone_s
-from fxremat.costs.cache import CostCache
+from fxremat.costs.measured.alone import alone_s
+from fxremat.costs.measured.cache import CostCache
 from fxremat.errors import CostError
 
 aten = torch.ops.aten

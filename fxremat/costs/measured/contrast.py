@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.costs.cache import CostCache
+from fxremat.costs.measured.cache import CostCache
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import is_tensor
 from fxremat.passes.parts.bits import INTEGERS, same_bits

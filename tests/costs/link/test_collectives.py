@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxremat import torch_compat
-from fxremat.costs.collectives import LATE, late_bytes, with_collectives
+from fxremat.costs.link.collectives import LATE, late_bytes, with_collectives
 from fxremat.effort import USUAL
 from fxremat.errors import CaptureError
 from fxremat.ir import RecordedCosts, StageSeconds

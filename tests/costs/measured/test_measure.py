@@ -15,10 +15,16 @@ import torch
 from torch import nn
 
 from fxremat import torch_compat
-from fxremat.costs import measure
-from fxremat.costs.cache import CostCache
-from fxremat.costs.execute import Operations, requests_from
-from fxremat.costs.measure import device_of, measure_step, peak_of, resident_bytes, seconds_of
+from fxremat.costs.measured import measure
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.execute import Operations, requests_from
+from fxremat.costs.measured.measure import (
+    device_of,
+    measure_step,
+    peak_of,
+    resident_bytes,
+    seconds_of,
+)
 from fxremat.ir import Request
 from fxremat.passes.stages.block import Block, Mode
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fxremat.costs.devices import DEVICES, Device, read_device
+from fxremat.costs.estimated.devices import DEVICES, Device, read_device
 from fxremat.errors import ArgumentError
 
 

@@ -9,9 +9,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
-from fxremat.costs.cache import CostCache
-from fxremat.costs.execute import HeldBytes, undisturbed
-from fxremat.costs.synthetic import made_up
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.execute import HeldBytes, undisturbed
+from fxremat.costs.measured.synthetic import made_up
 from fxremat.passes.joint.sizes import Layout, layout_of
 from fxremat.passes.stages.block import Key, tensor_key
 

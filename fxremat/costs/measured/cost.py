@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.costs.cache import CostCache
-from fxremat.costs.execute import BLOCK_S, Operations, compile_block, least_s, undisturbed
-from fxremat.costs.measure import KernelClock
-from fxremat.costs.synthetic import Synthesizer
-from fxremat.costs.workspaces import library_workspaces
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.execute import BLOCK_S, Operations, compile_block, least_s, undisturbed
+from fxremat.costs.measured.measure import KernelClock
+from fxremat.costs.measured.synthetic import Synthesizer
+from fxremat.costs.measured.workspaces import library_workspaces
 from fxremat.errors import CostError
 from fxremat.ir import RecordedCosts, Request, StageSeconds
 from fxremat.passes.stages.block import Block, BlockCache, Key, Mode

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from fxremat.costs.devices import DEVICES, Device
-from fxremat.costs.roofline import aside_bytes, estimate_line, operation_seconds
+from fxremat.costs.estimated.devices import DEVICES, Device
+from fxremat.costs.estimated.roofline import aside_bytes, estimate_line, operation_seconds
 from fxremat.passes.joint.graph import is_tensor
 from tests.harness import Captured, capture
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxremat
-from fxremat.costs import causal
-from fxremat.costs.cache import CostCache
-from fxremat.costs.causal import CausalMasks
+from fxremat.costs.measured import causal
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.causal import CausalMasks
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.fixed_sizes import fix_sizes
 from fxremat.passes.joint.graph import JointGraph

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.bits import comparisons
-from fxremat.costs.cache import CostCache
-from fxremat.costs.execute import HeldBytes, undisturbed
-from fxremat.costs.synthetic import made_up
+from fxremat.costs.measured.bits import comparisons
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.execute import HeldBytes, undisturbed
+from fxremat.costs.measured.synthetic import made_up
 from fxremat.passes.joint.masks import BACKWARD, FORWARD, causal_arguments
 from fxremat.passes.parts.bits import are_equal
 from fxremat.passes.stages.block import Key, tensor_key

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxremat import torch_compat
-from fxremat.costs import workspaces
-from fxremat.costs.workspaces import Product, library_workspaces, multiply
+from fxremat.costs.measured import workspaces
+from fxremat.costs.measured.workspaces import Product, library_workspaces, multiply
 from fxremat.planner.context.context_bytes import Caller, context_bytes_of
 from tests.harness import captured
 

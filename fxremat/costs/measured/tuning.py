@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.costs.execute import tune, undisturbed
-from fxremat.costs.synthetic import Synthesizer
+from fxremat.costs.measured.execute import tune, undisturbed
+from fxremat.costs.measured.synthetic import Synthesizer
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.joint.user_kernels import is_tuned
 from fxremat.progress import Note

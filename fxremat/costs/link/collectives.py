@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.cost import stage_blocks
+from fxremat.costs.measured.cost import stage_blocks
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.graph import tensors_of
 from fxremat.passes.stages.block import Block, BlockCache

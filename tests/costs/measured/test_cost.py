@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxremat import torch_compat
-from fxremat.costs.cache import CostCache
-from fxremat.costs.cost import Measured, measure_line, stage_blocks
-from fxremat.costs.execute import (
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.cost import Measured, measure_line, stage_blocks
+from fxremat.costs.measured.execute import (
     BLOCK_S,
     DOUBTFUL_RUNS,
     LEAST_RUNS,
@@ -22,8 +22,8 @@ from fxremat.costs.execute import (
     Operations,
     least_s,
 )
-from fxremat.costs.measure import KernelClock
-from fxremat.costs.synthetic import Synthesizer
+from fxremat.costs.measured.measure import KernelClock
+from fxremat.costs.measured.synthetic import Synthesizer
 from fxremat.errors import CostError
 from fxremat.ir import RecordedCosts
 from fxremat.passes.joint.graph import is_getitem, tensors_of

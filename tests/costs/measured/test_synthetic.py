@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxremat.costs.synthetic import Synthesizer, made_up
+from fxremat.costs.measured.synthetic import Synthesizer, made_up
 from fxremat.torch_compat import storage_key
 from tests.harness import Captured, capture, captured
 

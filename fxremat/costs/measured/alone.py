@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.cache import CostCache
-from fxremat.costs.execute import Operations, undisturbed
-from fxremat.costs.synthetic import made_up
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.execute import Operations, undisturbed
+from fxremat.costs.measured.synthetic import made_up
 from fxremat.passes.joint.graph import is_getitem, tensors_of
 from fxremat.passes.stages.block import Block, Mode
 

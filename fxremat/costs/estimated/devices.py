@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from fxremat import torch_compat
-from fxremat.costs.measure import seconds_of
+from fxremat.costs.measured.measure import seconds_of
 from fxremat.errors import ArgumentError
 from fxremat.report.codec import FormatError, decode, encode, pack, unpack, write_whole
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import fxremat
-from fxremat.costs import bandwidth
-from fxremat.costs.bandwidth import PIECE_BYTES, PIECES, measure_link
+from fxremat.costs.link import bandwidth
+from fxremat.costs.link.bandwidth import PIECE_BYTES, PIECES, measure_link
 from fxremat.errors import HostMemoryError
 from fxremat.ir import Link, MeasuredLink
 from fxremat.runtime.arena import Arena

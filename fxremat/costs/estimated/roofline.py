@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import fx
 
-from fxremat.costs.cost import Measured, runs_of, stage_blocks, whole_block
-from fxremat.costs.devices import TF32, Device
-from fxremat.costs.work import Floats, Works
+from fxremat.costs.estimated.devices import TF32, Device
+from fxremat.costs.measured.cost import Measured, runs_of, stage_blocks, whole_block
+from fxremat.costs.measured.work import Floats, Works
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.graph import JointGraph, StorageTable, tensors_of
 from fxremat.passes.parts.parts import Parts

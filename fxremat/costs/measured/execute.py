@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.costs.cache import CostCache
-from fxremat.costs.measure import KernelClock
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.measure import KernelClock
 from fxremat.errors import CostError
 from fxremat.ir import Request
 from fxremat.passes.emit.code import compile_graph

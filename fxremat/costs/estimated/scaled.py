@@ -39,13 +39,13 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from fxremat.costs.bits import other_bits
-from fxremat.costs.cache import CostCache
-from fxremat.costs.cost import stage_blocks
-from fxremat.costs.execute import Operations, undisturbed
-from fxremat.costs.synthetic import Synthesizer
-from fxremat.costs.tuning import tune_kernels
-from fxremat.costs.work import Floats, Work, Works, ratio
+from fxremat.costs.measured.bits import other_bits
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.cost import stage_blocks
+from fxremat.costs.measured.execute import Operations, undisturbed
+from fxremat.costs.measured.synthetic import Synthesizer
+from fxremat.costs.measured.tuning import tune_kernels
+from fxremat.costs.measured.work import Floats, Work, Works, ratio
 from fxremat.ir import RecordedCosts, Request, StageSeconds
 from fxremat.passes.fuse.unit import Unit, compile_units
 from fxremat.passes.joint.graph import granule_of

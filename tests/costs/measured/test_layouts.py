@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import fxremat
-from fxremat.costs.cache import CostCache
-from fxremat.costs.layouts import KernelLayouts
+from fxremat.costs.measured.cache import CostCache
+from fxremat.costs.measured.layouts import KernelLayouts
 from tests.efforts import WHOLE
 from tests.models.zoo import sum_of_squares
 
