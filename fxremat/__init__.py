@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "api": ("compile", "estimate", "frontier", "max_batch", "plan"),
-    "costs.devices": ("Device",),
-    "costs.measure": ("StepMeasurement", "measure_step"),
+    "costs.estimated.devices": ("Device",),
+    "costs.measured.measure": ("StepMeasurement", "measure_step"),
     "capture.sample": ("Sample",),
     "module.backend": ("backend", "plan_of"),
     "module.compiled": ("CompiledModule",),

@@ -1,7 +1,7 @@
 """Costs of a step at sizes at which it was not measured.
 
 A step is measured at the size of its capture. Costs of the same line at another size follow from
-these and from the work of its operations (``costs.work``).
+these and from the work of its operations (``fxremat.costs.measured.work``).
 
 **Seconds** are an estimate, and are only used to choose between plans. Those of an operation that
 may run again are proportional to its work, those of a stage to the sum over its operations.

@@ -37,22 +37,30 @@ NONE = -1
 """Stands for no block, or for no place among the free blocks."""
 
 COLUMN_FIELDS = 6
+"""The number of rows of ``State.table``."""
+
 ADDRESS, NBYTES, POOL, PLACE, BEFORE, AFTER = range(COLUMN_FIELDS)
 """Rows of ``State.table``: a block's first byte, its size and pool, its place among the free blocks
 of the pool or ``NONE`` while it is handed out, and its neighbors in the segment."""
 
 POOL_FIELDS = 4
+"""The number of rows of ``State.pools``."""
+
 FREE, SMALL, SEGMENT_END, LAST = range(POOL_FIELDS)
 """Rows of ``State.pools``: number of free blocks, whether it is a small pool, where its growing
 segment ends or will begin, and the last block of that segment."""
 
 TOTAL_FIELDS = 7
+"""The number of places in ``State.totals``."""
+
 ALLOCATED, RESERVED, MOST_ALLOCATED, MOST_RESERVED, NEXT_ADDRESS, USED, UNUSED = range(TOTAL_FIELDS)
 """Places in ``State.totals``: bytes that are handed out, bytes taken from the device, the maximum
 of each, the first address of the next segment, how many columns were ever used, and the first
 column that may be used again; its ``AFTER`` is the next one."""
 
 RULES = 4
+"""The number of places in ``State.rules``."""
+
 EXPANDABLE, LARGE_SEGMENT, MOST_SPLIT, MOST_WASTE = range(RULES)
 """Places in ``State.rules``: whether segments grow, the size of a segment of the large pool, the
 size from which blocks are not split, and by how much such a block may exceed a request."""

@@ -2,7 +2,7 @@
 
 A schedule is read backwards. Every tensor is taken from the last earlier call that can return it;
 every call returns only what is read later, and frees what nobody reads again. These calls are then
-emitted (``planner.evaluator.program_of``).
+emitted (``planner.search.evaluator.program_of``).
 """
 
 from __future__ import annotations
