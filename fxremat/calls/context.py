@@ -30,7 +30,7 @@ def context_fields(
     Args:
         loop: the training loop of the model.
         graph: the graph that is called.
-        values: of its primals.
+        values: the values of its primals.
         sizes: numbers of its symbols.
     """
     gradients, on_cuda = graph.signature.gradients, graph.calls.on_cuda

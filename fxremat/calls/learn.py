@@ -31,7 +31,7 @@ class PlannedBytes:
 
     Attributes:
         peak_bytes: the peak.
-        allocated_bytes: of that, what the step itself allocates.
+        allocated_bytes: the part of it that the step itself allocates.
     """
 
     peak_bytes: int
@@ -141,8 +141,8 @@ def learn_what_is_held(
 
     Args:
         loop: the training loop of the model.
-        graph: of the step.
-        context: of the forward.
+        graph: the graph of the step.
+        context: the context of the forward.
         outputs: whether outputs of earlier steps are held.
         gradients: whether gradients are held.
     """
@@ -187,8 +187,8 @@ def learn_new_gradients(
 
     Args:
         loop: the training loop of the model.
-        graph: of the step.
-        context: of the forward.
+        graph: the graph of the step.
+        context: the context of the forward.
         new: primals that have such a gradient, and primals of which autograd holds one.
     """
     feedback = graph.feedback
@@ -216,8 +216,8 @@ def learn(
 
     Args:
         loop: the training loop of the model.
-        graph: of the step.
-        context: of its call.
+        graph: the graph of the step.
+        context: the context of its call.
         planned: what it takes by its plan.
         profile: what it took.
         is_first: whether no step ran before it. Later steps may free a variable of the loop that

@@ -47,7 +47,7 @@ def plan_at(
 
     Args:
         loop: the training loop of the model.
-        regions: of the model.
+        regions: the regions of the model.
         graph: the graph that is called.
         args: its primals.
         sizes: numbers of its symbols.

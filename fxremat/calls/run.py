@@ -52,7 +52,7 @@ def plan_first_call(
 
     Args:
         loop: the training loop of the model.
-        regions: of the model.
+        regions: the regions of the model.
         graph: the graph that was captured.
         inputs: values of its primals, as far as they are real.
         kept: a saved plan to follow.
@@ -80,7 +80,7 @@ def begin(
 
     Args:
         loop: the training loop of the model.
-        regions: of the model.
+        regions: the regions of the model.
         graph: the graph that is called.
         args: its primals.
         ended_by: the user's line after which the step leaves the graph, and why.
@@ -139,7 +139,7 @@ def end_forward(step: Step, results: list[Any]) -> list[Any]:
 
     Args:
         step: returned by :func:`begin`.
-        results: of the emitted forward.
+        results: the results of the emitted forward.
     """
     loop, regions, graph = _owners(step)
     output_count = graph.signature.output_count

@@ -108,17 +108,17 @@ class CompiledPlan:
         return runs[1]
 
     def held_bytes(
-        self, context: StepContext, loss_point_more_bytes: Callable[[StepContext], int]
+        self, context: StepContext, loss_point_bytes: Callable[[StepContext], int]
     ) -> int:
         """Return the device memory that a forward leaves for its backward, and for its loss.
 
         Args:
-            context: of the call.
+            context: the context of the call.
             loss_point_bytes: returns what the step's own loss needs in a context.
         """
         held = self._held  # another thread may put that of another call there
         if held is None or held[0] is not context:
-            nbytes = self.record.waiting_bytes + loss_point_more_bytes(context)
+            nbytes = self.record.waiting_bytes + loss_point_bytes(context)
             held = self._held = context, nbytes
         return held[1]
 

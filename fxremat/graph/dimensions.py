@@ -44,7 +44,7 @@ def dimensions_of(
     """Return the dimensions of arguments that are symbols, in order of the primals.
 
     Args:
-        primals: of a graph whose sizes are numbers or symbols.
+        primals: the primals of a graph whose sizes are numbers or symbols.
         sizes: the symbols.
         places: which primals are arguments, and where they are passed.
     """

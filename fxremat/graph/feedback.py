@@ -34,7 +34,7 @@ class Feedback:
     It is changed under the lock of planning only.
 
     Attributes:
-        corrections: of watched steps, by sizes.
+        corrections: the corrections of watched steps, by sizes.
         in_flight: corrections of several steps in flight, by kind of context.
         freed: kinds of context in which outputs of earlier steps are freed before the loss, or
             gradients before the backward: a step did so, or nothing fits otherwise.
@@ -66,7 +66,7 @@ class Feedback:
         """Return the correction of watched steps, scaled by the outputs where sizes are new.
 
         Args:
-            sizes: of a call.
+            sizes: the sizes of a call.
             tangent_bytes: returns the bytes of the gradients of the outputs at some sizes.
         """
         if not self.corrections or sizes in self.corrections:
@@ -122,7 +122,7 @@ class Feedback:
         Outputs of earlier steps may be freed before the loss, and gradients before the backward.
 
         Args:
-            context: of a call.
+            context: the context of a call.
             accumulates: gradients are never cleared between forward and backward.
         """
         held = {
@@ -139,7 +139,7 @@ class Feedback:
             yield replace(context, released=True, cleared=True)
 
     def assume(self, context: StepContext) -> None:
-        """Assume that outputs and gradients are freed as in ``context`` in all of its kind."""
+        """Assume that outputs and gradients are freed as in ``context``, for its whole kind."""
         for what, is_freed in zip(HELD, (context.released, context.cleared), strict=True):
             if is_freed:
                 self.freed[what].add(context.kind)

@@ -79,7 +79,7 @@ class Graph:
         caller: what is held at every call by the caller of the graph.
         progress: receives how far measuring and solving have come.
         options: the user's options that plans depend on.
-        places: of primals that are arguments of the call.
+        places: the places of primals that are arguments of the call.
         costs: costs of the graph as it was traced, used in place of measured ones.
         store: the cache folder of costs and plans; ``None``: nothing is cached.
         target: a device that the graph is estimated for; nothing is run then.
@@ -87,7 +87,7 @@ class Graph:
         peers: processes that follow the same first plan.
         model: the class of the model, for people.
         from_data: sizes may follow from data, so each may occur only once.
-        roles: of primals; ``None``: they follow from ``inputs`` and the caller's tensors.
+        roles: the roles of primals; ``None``: they follow from ``inputs`` and the caller's tensors.
 
     Attributes:
         sizes: symbols of the capture.

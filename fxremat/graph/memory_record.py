@@ -67,7 +67,7 @@ def record_memory(
     Args:
         program: the calls of operations.
         context_bytes: what is held at the call of the step beyond what the graph allocates.
-        footprints: of the program's line.
+        footprints: the footprints of the program's line.
         moves: storages that travel.
         roles: what primals are, where that is known.
         held_outside: bytes that are held before the step, by kind, and belong to no primal:

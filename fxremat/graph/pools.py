@@ -43,7 +43,7 @@ def pools(
 
     Args:
         graph: the captured graph.
-        context: of a call.
+        context: the context of a call.
         budget_bytes: the peak that a candidate must keep to; ``None``: nothing is searched for.
         run: measure at the context's sizes what does not follow from the capture's; otherwise it
             is scaled, which may be a little off.
@@ -157,7 +157,7 @@ def least_bytes_from_scratch(
 
     Args:
         graph: the captured graph.
-        context: of the call.
+        context: the context of the call.
         budget_bytes: what the peak may reach.
         bits: compare whether parts keep their bits, of variants that fit otherwise.
         exact_parts: look at variants whose parts must keep their bits.

@@ -28,7 +28,7 @@ class Shortfall:
         budget_bytes: the budget of the model.
         least_bytes: what the plan of least memory takes.
         grown: what takes more than when the budget was resolved, and by how much.
-        line: of the user's code that runs the step.
+        line: the line of the user's code that runs the step.
     """
 
     budget_bytes: int
@@ -43,7 +43,7 @@ class Shortfall:
         """Describe why a call does not fit.
 
         Args:
-            budget: of the model.
+            budget: the budget of the model.
             held: what is held at the call, and its bytes.
             error: raised by planning.
             is_new: whether the budget was resolved for another graph, or for other sizes.

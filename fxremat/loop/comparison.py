@@ -35,7 +35,7 @@ class Comparison:
         """Return whether a run of a step is to be compared.
 
         Args:
-            number: of the step.
+            number: the number of the step.
             measured: whether a step is being measured for later plans.
         """
         if number % self.every:
@@ -67,8 +67,8 @@ class Comparison:
         """Compare one of the runs of a step when it is called.
 
         Args:
-            runs: of the step's plan.
-            number: of the step.
+            runs: the runs of the step's plan.
+            number: the number of the step.
             room_bytes: what the budget leaves above the plan's peak.
             takes_bytes: returns what comparing a run takes.
             refuse: is called with a run that gave other bits, after a warning.
@@ -113,8 +113,8 @@ def runs_in(form: Form, targets: Sequence[object]) -> list[Parts]:
     """Return the runs in parts of a step that must have the bits of the operations at once.
 
     Args:
-        form: of the step.
-        targets: of its nodes.
+        form: the form of the step.
+        targets: the targets of its nodes.
     """
     if not (form.exact and form.has_parts):
         return []

@@ -66,14 +66,14 @@ class Loop:
         given_optimizers: the optimizers that ``optimizer=`` names; they are not kept alive.
         state: bytes of the state that these keep, by parameter.
         model: returns the model, while it exists.
-        device: of the model.
+        device: the device of the model.
         copies: copies of the compiled model, as for an average of its weights.
         call: the call of the model that runs.
         in_flight: steps whose backward has not run.
         watcher: measures what a step takes, one at a time.
         optimizers: the optimizers that step the model.
         outside: what the loop holds outside the model.
-        comparison: of runs in parts with their operations at once.
+        comparison: the comparison of runs in parts with their operations at once.
         planning: the lock of planning: evaluators of one step share buffers.
         born: number of the compilation of the model.
         last_call: number of the latest call of the model; 0: it was never called.
@@ -161,8 +161,8 @@ class Loop:
 
         Args:
             measuring_bytes: the most that measuring held at once, beyond what the model holds.
-            inputs: of the call that was planned; those that are no tensors are ignored.
-            device: of the step.
+            inputs: the inputs of the call that was planned; those that are no tensors are ignored.
+            device: the device of the step.
         """
         if self.budget.nbytes is None:
             return

@@ -42,7 +42,7 @@ def optimizer_bytes(
     as Adam's count of steps unless it is ``capturable`` or ``fused``.
 
     Args:
-        optimizers: of the step; a class stands for its instance with default options.
+        optimizers: the optimizers of the step; a class stands for its instance with default options.
         model: the model whose parameters an instance of a class is made of.
 
     Raises:
@@ -77,7 +77,7 @@ def counted_state(
     """Return the bytes of each tensor of state that a step is planned for.
 
     Args:
-        state: of all optimizers.
+        state: the state of all optimizers.
         model: the model that trains. State of parameters of another network is always counted.
         gradients: local parts of the parameters that the captured step computes a gradient of:
             others of the model never get state. ``None``: not all of the step is captured.
@@ -97,7 +97,7 @@ def check_optimizers(
     """Refuse an optimizer of another model.
 
     Args:
-        optimizers: of the step; a class is accepted for any model.
+        optimizers: the optimizers of the step; a class is accepted for any model.
         model: the model that trains. Where nothing of it does, its arguments may be optimized.
         call: a call of the model, whose tensors may be optimized too.
 

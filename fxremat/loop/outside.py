@@ -68,7 +68,7 @@ class Outside:
         """Measure what the loop holds.
 
         Args:
-            device: of the model.
+            device: the device of the model.
             counted_keys: keys of storages that are counted elsewhere.
             given_bytes: what the target of ``loss=`` and ``reserve=`` count of it already.
         """
@@ -91,7 +91,7 @@ class Outside:
 
         Args:
             peak_bytes: the peak of what is counted.
-            budget: of the model. For a share or ``"min"`` the warning is given once.
+            budget: the budget of the model. For a share or ``"min"`` the warning is given once.
             reserve_bytes: what the user has set aside by ``reserve=``.
             planned: whether the peak is the plan's, as only a part of the step was measured.
         """

@@ -30,7 +30,7 @@ class LossNeeds:
         nbytes: most bytes that its forward and backward have allocated in addition to its inputs.
         unused: outputs of the model that get no gradient from it; ``None``: all get one.
         small_bytes: the most at once in blocks of the allocator's small pool.
-        outputs_bytes: of the outputs that it was measured of.
+        outputs_bytes: bytes of the outputs with which it was measured.
         left_bytes: held as long as its value is, beyond a number: some losses are reduced in the
             memory of what they were reduced from.
     """
@@ -65,7 +65,7 @@ def needs_of_loss(
     It is run once more where Triton has tuned kernels of it: what that takes is not the loss's.
 
     Args:
-        loss: of the model's outputs.
+        loss: a function of the model's outputs.
         outputs: without data; values are made up.
         adopt: ``None``: it is really run. Else it runs without data, on copies that this
             makes of other tensors that it reads; the memory of its operations' workspaces is not in

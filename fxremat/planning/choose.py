@@ -78,8 +78,8 @@ def choose(
 
     Args:
         graph: the captured graph.
-        context: of the call.
-        budget: of the model.
+        context: the context of the call.
+        budget: the budget of the model.
         least: choose the candidate of the least peak, even above the budget.
 
     Raises:

@@ -96,7 +96,7 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
 
     Args:
         graph: the captured graph.
-        context: of the call.
+        context: the context of the call.
         chosen: the candidate, and what it was chosen from.
         origin: what the plan holds for.
 

@@ -117,8 +117,8 @@ def advised(
     Args:
         graph: the captured graph.
         error: that was raised.
-        context: of the call.
-        budget: of the model.
+        context: the context of the call.
+        budget: the budget of the model.
         at: makes of a context at other sizes the one that is to fit.
     """
     budget_bytes, sizes = budget.nbytes, graph.sizes

@@ -44,8 +44,8 @@ def first_plan(
 
     Args:
         graph: the captured graph.
-        context: of that call.
-        budget: of the model; it is resolved here.
+        context: the context of that call.
+        budget: the budget of the model; it is resolved here.
         kept: a saved plan to follow.
         least: return the plan of the least peak, before the budget is resolved.
 

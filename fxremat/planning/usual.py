@@ -36,7 +36,7 @@ def usual_loop(graph: Graph, context: StepContext) -> UsualLoop:
 
     Args:
         graph: the captured graph.
-        context: of its first call.
+        context: the context of its first call.
     """
     kept_bytes = max(context.kept_bytes, held_output_bytes(graph, context.sizes))
     first = replace(context, kept_bytes=kept_bytes, released=True)

@@ -33,7 +33,7 @@ class CallTrace:
         count: counts its peak, where it is not watched.
         why_unobserved: why it has no profile; empty: it may have one.
         has_failed: whether a call of the model has raised: no further call belongs to it.
-        line: of the user's code that calls the model.
+        line: the line of the user's code that calls the model.
         kept_bytes: outputs of earlier steps that are held when it begins.
         returned_bytes: outputs of the model, which the usual loop holds into the next step.
         has_warned: whether the user was warned that no plans of it fit.

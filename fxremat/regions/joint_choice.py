@@ -27,7 +27,7 @@ def region_context(
     """Return the context of a region's call, with what is held beyond its graph as a correction.
 
     Args:
-        context: of the call.
+        context: the context of the call.
         correction: what is held beyond the graph.
         host_bytes: host memory that the call may take; ``None``: no limit.
     """
@@ -76,7 +76,7 @@ def context_to_hold_least_within(
 
     Args:
         graph: the graph that is called.
-        context: of the call.
+        context: the context of the call.
         budget_bytes: what the step may take.
         held: ``more_bytes``: what is held when the call begins; ``left_bytes``: gradients of other
             calls that come to exist before its backward begins.
@@ -192,7 +192,7 @@ def _needed_by(
     """Say what needs the least budget of a step.
 
     Args:
-        calls: of the step.
+        calls: the calls of the step.
         least_bytes: what they need within host memory.
         host_bytes: the limit of that; ``None``: no limit.
         base_bytes: what is held when the step begins.

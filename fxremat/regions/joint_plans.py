@@ -90,9 +90,9 @@ class JointPlans:
 
         Args:
             loop: the training loop of the model.
-            profiles: of all steps.
+            profiles: the profiles of all steps.
             trace: the step before the call.
-            key: of the call.
+            key: the key of the call.
             base_bytes: see :class:`JointPlans`.
             followed_by: processes that must follow the same plans; ``None``: there are none.
         """
@@ -139,8 +139,8 @@ class JointPlans:
 
         Args:
             loop: the training loop of the model.
-            profiles: of all steps.
-            profile: of the step.
+            profiles: the profiles of all steps.
+            profile: the profile of the step.
             base_bytes: see :class:`JointPlans`.
             begun: how many of its calls have begun.
             followed_by: processes that must follow the same plans; ``None``: there are none.
@@ -272,7 +272,7 @@ def planned_context(
     Args:
         loop: the training loop of the model.
         graph: the graph that is called.
-        context: of the call by itself.
+        context: the context of the call by itself.
         matches: the profiles of these steps, and the position of the call in each.
         held_bytes: what earlier calls of its step have left.
     """

@@ -41,7 +41,7 @@ class ReadParameters:
 
         Args:
             resident: tensors of the model and of its call, where that is reported.
-            calls: of the step so far.
+            calls: the calls of the step so far.
         """
         read = {key for call in calls for key in call.parameters}
         parameters = {id(p): p for p in (*resident, *self._alive())}

@@ -44,7 +44,7 @@ class Regions:
         warnings: to the user of the model.
         several: whether steps run several graphs.
         called: whether calls of the model are reported, by :meth:`begin_call`.
-        profiles: of steps that were watched.
+        profiles: the profiles of steps that were watched.
         trained: tensors that backwards have computed a gradient of, by ``id``.
         late_bytes: left free, as they may be allocated, or freed, at another moment than measured.
         together: whether graphs have collectives, so that all processes must follow the same plans
@@ -87,7 +87,7 @@ class Regions:
 
         Args:
             loop: the training loop of the model.
-            device: of the model.
+            device: the device of the model.
             held_bytes: returns what is held then: by the model, as gradients, as arguments.
 
         Raises:
@@ -148,8 +148,8 @@ class Regions:
         Args:
             loop: the training loop of the model.
             graph: the graph that is called.
-            context: of the call by itself.
-            values: of its primals.
+            context: the context of the call by itself.
+            values: the values of its primals.
             ended_by: the user's line after which the step leaves the graph, and why.
 
         Raises:
@@ -221,7 +221,7 @@ class Regions:
         Args:
             loop: the training loop of the model.
             graph: the graph that is called.
-            context: of its first call, without feedback of earlier steps.
+            context: the context of its first call, without feedback of earlier steps.
             parameters: the parameters that the graph computes a gradient of.
 
         Raises:

@@ -222,8 +222,8 @@ class StepProfile:
         """Return the envelope of this step and another one; ``None``: they differ too much.
 
         Args:
-            calls: of the other step.
-            profiles: of each of its calls.
+            calls: the calls of the other step.
+            profiles: the profiles of each of its calls.
         """
         own = [(call.key[0], call.key[2]) for call in self.calls]
         others = [(call.key[0], call.key[2]) for call in calls]
@@ -304,8 +304,8 @@ class StepProfiles:
         """Add a watched step to the profiles; return those that include it.
 
         Args:
-            calls: of the step.
-            profiles: of each call.
+            calls: the calls of the step.
+            profiles: the profiles of each call.
             envelopes: whether envelopes may be made.
         """
         calls = [call.without_plan() for call in calls]

@@ -59,7 +59,7 @@ class UnplannedCalls:
         Args:
             loop: the training loop of the model.
             graph: the graph that is called.
-            context: of the call.
+            context: the context of the call.
             trace: its step so far; ``None``: the step has not begun.
             aside_bytes: set aside in the budget.
             read: parameters that calls have read.
@@ -105,7 +105,7 @@ def shortfall_of_region(
     Args:
         loop: the training loop of the model.
         graph: the graph that is called.
-        context: of its first call, without feedback of earlier steps.
+        context: the context of its first call, without feedback of earlier steps.
         base_bytes: what is held when the call begins, with what is set aside.
         parameters: the parameters that the graph computes a gradient of.
     """

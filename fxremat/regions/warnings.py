@@ -69,8 +69,8 @@ class RegionWarnings:
         """Warn if a watched step exceeds the budget; return whether it does.
 
         Args:
-            peak_bytes: of the step.
-            budget: of the model.
+            peak_bytes: the peak of the step.
+            budget: the budget of the model.
             trace: the calls of the step.
         """
         if not trace.calls:
@@ -130,7 +130,7 @@ class RegionWarnings:
 
         Args:
             error: raised by the choice of plans.
-            line: of the user's code that runs the step.
+            line: the line of the user's code that runs the step.
         """
         where = f" at {line}" if line else ""
         warn(

@@ -298,7 +298,7 @@ def write_made(what: str, path: str | os.PathLike[str], make: Callable[[], bytes
 
     Args:
         what: it is, for the error.
-        path: of the file; one that is there is replaced.
+        path: the path of the file; one that is there is replaced.
         make: gives its contents.
 
     Raises:

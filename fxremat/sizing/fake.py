@@ -132,7 +132,7 @@ def capture(
 
     Args:
         model: in training mode.
-        sample: of the call.
+        sample: the sample of the call.
         unused: outputs without a gradient.
         dynamic: sizes of its tensors become symbols.
         gpu: operations are those that a GPU would be given.

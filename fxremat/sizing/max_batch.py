@@ -35,7 +35,7 @@ class NamedDim(NamedTuple):
 
     Attributes:
         place: the argument.
-        dim: of its dimensions, from 0.
+        dim: the index of the dimension, from 0.
         size: in the sample.
         written: as the user named it.
     """
@@ -122,11 +122,11 @@ class Batching:
 
     Attributes:
         graph: the captured graph.
-        budget: of the model.
+        budget: the budget of the model.
         budget_bytes: what is not to be exceeded.
         context: what the captured call found.
         model: what was captured.
-        sample: of the capture.
+        sample: the sample of the capture.
         most: the largest size that is asked for.
         progress: told how far the search for sizes has come.
         trains: compiles a sample of other sizes; whether the budget is accepted. ``None``: sizes

@@ -68,7 +68,7 @@ def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> dict[i
 
     Args:
         device: tensors on other devices are left out.
-        tensors: of a distributed tensor, only this process's part counts.
+        tensors: the tensors; of a distributed tensor, only this process's part counts.
 
     Returns:
         Bytes by the storage's identity, which holds while one of the tensors is alive.

@@ -191,7 +191,7 @@ def add_call(
         graph: it is changed.
         call: function, arguments and keywords, which may contain nodes of another graph.
         values: the node of ``graph`` for each of these nodes.
-        name: of the new node; by default it follows from the function.
+        name: the name of the new node; by default it follows from the function.
     """
     target, args, kwargs = call
     args = fx.node.map_arg(args, values.__getitem__)

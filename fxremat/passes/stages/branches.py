@@ -233,7 +233,7 @@ def place_backward(joint: JointGraph, branches: Branches, positions: Positions) 
     Args:
         joint: the step, with its forward in the order of ``branches``.
         branches: the branches.
-        positions: of its operations, as if it had no branches.
+        positions: the positions of its operations, as if it had no branches.
 
     Returns ``None`` where the backward of a branch reads more of another branch than sums of
     gradients, or where a segment would have no position.
