@@ -42,7 +42,7 @@ def optimizer_bytes(
     as Adam's count of steps unless it is ``capturable`` or ``fused``.
 
     Args:
-        optimizers: the optimizers of the step; a class stands for its instance with default options.
+        optimizers: optimizers of the step; a class stands for an instance with default options.
         model: the model whose parameters an instance of a class is made of.
 
     Raises:
