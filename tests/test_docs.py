@@ -9,6 +9,7 @@ import operator
 import re
 import textwrap
 import warnings
+from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from unittest.mock import patch
 import pytest
 
 import fxremat
+from fxremat.costs.measured import cache
 from fxremat.options.table import OPTIONS
 from fxremat.planner.search.search import GENERATORS_BY_NAME
 
@@ -100,6 +102,7 @@ def test_what_is_told_comes_and_its_remedy_works(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cache, "COSTS", defaultdict(cache.CostCache))  # an example measures
     (section,) = (text for text in SECTIONS if text.startswith(f"{name}\n"))
     kind, names = kind_of(name), {}
     setup, (trouble, *remedies) = python_in(SECTIONS[0]), python_in(section)
