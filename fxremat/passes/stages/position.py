@@ -43,11 +43,11 @@ class Segments:
 
     @property
     def depth(self) -> int:
-        """The most segments that lie between a place and the trunk; 0 without branches."""
+        """The number of levels of nested branches; 0 without branches."""
         return max(map(self._depth_of, range(self.trunk)), default=0)
 
     def at(self, place: int) -> int:
-        """Return the segment of a place."""
+        """Return the index of the segment that ``place``, an operation or a stage, is in."""
         return bisect_right(self.ends, place)
 
     def start(self, segment: int) -> int:
@@ -55,7 +55,7 @@ class Segments:
         return self.ends[segment - 1] if segment else 0
 
     def path(self, segment: int) -> tuple[int, ...]:
-        """Return a segment and those that it flows into, up to the trunk."""
+        """Return the indices of a segment and of those that it flows into, up to the trunk."""
         path = [segment]
         while path[-1] != self.trunk:
             path.append(self.into[path[-1]])
@@ -72,7 +72,7 @@ class Segments:
         return distinct.difference(*(self.path(s)[1:] for s in distinct))
 
     def branches(self, depth: int) -> tuple[range, ...]:
-        """Return the branches of a depth, as ranges of places, without what they flow into.
+        """Return the branches at a nesting depth, as ranges of places, without what they flow into.
 
         At depth 1 these are the outermost branches, each with all segments that flow into it. At
         the greatest depth they are the segments that nothing flows into.
@@ -87,7 +87,7 @@ class Segments:
         return tuple(branches)
 
     def name_of(self, segment: int) -> str:
-        """Return the name of a segment; that of a nested branch has a number for each level."""
+        """Return the name of a segment: ``trunk``, ``branch1`` or, nested in it, ``branch1_0``."""
         if segment == self.trunk:
             return "trunk"
         numbers = []
@@ -128,7 +128,10 @@ class Positions:
 
 
 def locate(joint: JointGraph, *, views: frozenset[fx.Node] = frozenset()) -> Positions:
-    """Return the position of every node.
+    """Return the positions of all operations of ``joint``, in a line without branches.
+
+    The position of a forward operation is its index; that of a backward one is the position of the
+    forward operation that it differentiates.
 
     Args:
         joint: the step.
