@@ -26,12 +26,12 @@ MOST_SHOWN = 3
 
 
 def is_wanted() -> bool:
-    """Return whether passes are to be checked."""
+    """Return whether passes are to be checked: ``FXREMAT_CHECK=1`` is in the environment."""
     return os.environ.get(VARIABLE) == "1"
 
 
 def run_checked(entry: Pass, graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Run a pass, and check what it requires, what it raises, and what it leaves.
+    """Run a pass on ``graph``, check its contract, and return the graph that it made.
 
     Raises:
         GraphError: the contract is violated; the error names the nodes.
@@ -62,7 +62,15 @@ def _raise_first(
     before: StepGraph,
     config: PassConfig,
 ) -> None:
-    """Raise an error for the first condition that is violated."""
+    """Raise ``GraphError`` for the first of ``conditions`` that ``graph`` violates.
+
+    Args:
+        who: begins the message, such as ``"it ensures that"``.
+        conditions: conditions of the contract.
+        graph: the graph that is checked.
+        before: the graph that the pass was given.
+        config: what passes are given besides the graph.
+    """
     for condition in conditions:
         violations = list(condition(graph, before=before, config=config))
         if violations:
@@ -88,7 +96,12 @@ def _fingerprint(graph: StepGraph) -> Fingerprint:
 
 
 def _check_unchanged(graph: StepGraph, before: Fingerprint) -> None:
-    """Refuse a pass that has changed the graph that it was given."""
+    """Raise ``GraphError`` if a pass has changed ``graph``, which it was given.
+
+    Args:
+        graph: the graph.
+        before: its fingerprint before the pass.
+    """
     after = _fingerprint(graph)
     if len(before) != len(after):
         raise GraphError(
@@ -188,7 +201,8 @@ def forward_precedes_backward(
 ) -> Violations:
     """Each operation is of the forward or of the backward, and no forward one reads a backward one.
 
-    Primals, tangents, constants, results and gradients are those of the graph.
+    Primals, tangents, constants, results and gradients in the classified graph are those of the
+    module.
     """
     if graph.classified is None:
         return
@@ -206,7 +220,7 @@ def forward_precedes_backward(
 
 
 def _unlisted(graph: StepGraph) -> Violations:
-    """Return where lists of the classified graph are not what its module has."""
+    """Yield nodes whose role in the classified graph differs from that in its module."""
     joint, output = graph.joint, graph.module.graph.output_node()
     placeholders = tuple(graph.module.graph.find_nodes(op="placeholder"))
     if (*joint.primals, *joint.tangents) != placeholders:
@@ -221,7 +235,10 @@ def _unlisted(graph: StepGraph) -> Violations:
 def storages_are_consistent(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Each tensor lies within a storage, which has the bytes that the table says."""
+    """Each tensor lies within a storage, which has the bytes that the table says.
+
+    The table is the ``StorageTable`` of the classified graph.
+    """
     if graph.classified is None:
         return
     table, now = graph.classified.storages, build_storage_table(graph.module.graph)
@@ -242,7 +259,7 @@ def storages_are_consistent(
 
 
 def _end_bytes(layout: Layout, element_bytes: int) -> int:
-    """Return the bytes of its storage up to the end of the last element of a tensor."""
+    """Return the offset in its storage, in bytes, at which the last element of a tensor ends."""
     shape, stride = ([*map(int, numbers)] for numbers in (layout.shape, layout.stride))
     if 0 in shape:
         return 0

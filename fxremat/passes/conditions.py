@@ -23,7 +23,7 @@ Violations = Iterator[Violation]
 
 
 def results_of(graph: StepGraph) -> Sequence[object]:
-    """Return the results of the forward, then the gradients."""
+    """Return the outputs of ``graph`` as one sequence: results of the forward, then gradients."""
     results: Any = graph.module.graph.output_node().args[0]
     return tuple(_leaves(results))
 
@@ -39,7 +39,11 @@ def _leaves(value: object) -> Iterator[object]:
 def launches_are_operations(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Each launch of a user's Triton kernel is an operation that returns its results in order."""
+    """Each launch of a user's Triton kernel is an operation that returns its results in order.
+
+    Violated by torch's own launches, which name the kernel by a number that is local to the
+    process.
+    """
     for node in graph.nodes:
         if torch_compat.user_launch(node) is not None:
             yield node, "is a launch by a number that has no meaning in another process"
@@ -77,7 +81,10 @@ def nothing_is_detached(graph: StepGraph, *, before: StepGraph, config: PassConf
 
 
 def values_follow(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """The values of an operation with several directly follow it."""
+    """The values of an operation with several directly follow it.
+
+    The values are ``getitem`` nodes that pick one result each.
+    """
     last: fx.Node | None = None
     for node in graph.nodes:
         if is_getitem(node):
@@ -116,9 +123,9 @@ def results_lie_as_before(graph: StepGraph, *, before: StepGraph, config: PassCo
 
 
 def described_layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return dtype, shape and strides at the sizes of the capture.
+    """Return dtype, shape and strides at the sizes of the capture, to compare layouts by.
 
-    The stride of a dimension with fewer than two elements says nothing, and is left out.
+    The stride of a dimension with fewer than two elements says nothing, and is replaced by 0.
     """
     shape = tuple(map(torch_compat.hint_of, tensor.shape))
     if tensor.layout is not torch.strided:
@@ -147,7 +154,10 @@ def stages_hold_operations(
 
 
 def stages_run_in_order(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Forwards in the order of stages, then backwards in the reverse order, read what has run."""
+    """Forwards in the order of stages, then backwards in the reverse order, read what has run.
+
+    Violated by nodes that read what would run later in this order.
+    """
     line = graph.line
     done = {*line.joint.given, *line.joint.tangents, *line.views}
     for stage in line.stages:
@@ -159,7 +169,7 @@ def stages_run_in_order(graph: StepGraph, *, before: StepGraph, config: PassConf
 
 
 def _unread(node: fx.Node, done: set[fx.Node]) -> Violations:
-    """Violations of ``node``, which runs after ``done``; it is added to these."""
+    """Yield a violation for each input of ``node`` not in ``done``; then add ``node`` to it."""
     for source in node.all_input_nodes:
         if source not in done:
             yield node, f"reads {source.name}, which runs later"
@@ -184,7 +194,10 @@ def backwards_have_what_they_read(
 def nothing_crosses_the_loss_point(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Where the loss is outside of the graph, only pinned tensors cross the last cut."""
+    """Where the loss is outside of the graph, only pinned tensors cross the last cut.
+
+    The last cut is between the forward and the loss point, a stage without operations.
+    """
     if graph.line.ends_at_loss_point:
         for node in graph.line.stages[-1].boundary:
             yield node, "crosses the cut before the loss point"
