@@ -135,13 +135,13 @@ def constrained_storages(joint: JointGraph, *answers: Answer) -> frozenset[int]:
 
 
 def may_run_again(node: fx.Node) -> bool:
-    """Return whether the constraint of ``node``, if it has one, allows to recompute it."""
+    """Return whether no constraint forbids to recompute ``node``, by keeping or offloading it."""
     found = constraint_of(node)
     return found is None or found.answer == "recompute"
 
 
 def describe(module: fx.GraphModule) -> tuple[str, ...]:
-    """Return ``"name answer"`` for each operation with a constraint, to compare two graphs by."""
+    """Return a text such as ``mm_1 keep`` for each constrained operation, to compare graphs by."""
     marked = ((node, constraint_of(node)) for node in module.graph.nodes if not is_getitem(node))
     return tuple(f"{node.name} {own.answer}" for node, own in marked if own is not None)
 

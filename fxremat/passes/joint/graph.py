@@ -128,7 +128,8 @@ class JointGraph:
     def is_old_value(self, node: fx.Node) -> bool:
         """Return whether ``node`` copies a value that may have changed when it is read again.
 
-        That is the value of a primal that the forward mutates, or of an expected gradient.
+        That is the value of a primal that the forward mutates, or a gradient that is expected
+        because the step before had it. Such a node must not be recomputed.
         """
         copies = torch_compat.is_clone(node) and node.args[0] in self.mutated
         return copies or isinstance(node.target, Expected)
@@ -248,7 +249,7 @@ def allocated_bytes(nbytes: int, device: torch.device) -> int:
 
 
 def granule_of(device: torch.device) -> int:
-    """Return the number of bytes that the allocator of ``device`` rounds up to a multiple of."""
+    """Return the bytes of which the allocator of ``device`` rounds requests up to a multiple."""
     return 512 if device.type == "cuda" else 1
 
 

@@ -41,7 +41,7 @@ Formulas = Callable[[Values], NDArray[np.int64]]
 
 
 class Following:
-    """A number that follows the sizes of a step.
+    """A number that depends on symbolic sizes.
 
     Its value as a number is that of the capture. Its text is the Python expression that computes
     it, and two such numbers are equal if their texts are, whatever their values.
@@ -67,7 +67,7 @@ class Following:
 
 
 class Size(Following, int):
-    """A whole number that follows the sizes.
+    """A whole number that depends on symbolic sizes.
 
     Attributes:
         expression: the expression, as sympy has it.
@@ -103,9 +103,9 @@ class Size(Following, int):
 
 
 class Scale(Following, float):
-    """A real number that follows the sizes, such as the inverse of a count.
+    """A real number that depends on symbolic sizes, such as the inverse of a count.
 
-    Its text has the order in which it was computed, because another order may round otherwise.
+    Its text has the order in which it was computed, because another order may round differently.
     """
 
     def __new__(cls, value: float, text: str, names: Mapping[str, int]) -> Scale:
@@ -246,7 +246,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a tensor in its storage. Numbers that follow the sizes are :class:`Size`.
+    """The layout of a tensor in its storage. Numbers that depend on symbolic sizes are ``Size``.
 
     Attributes:
         shape, stride, offset: in elements.

@@ -104,11 +104,13 @@ def runs_once(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """What a factory function fills a tensor with: a number, or an argument; with neither, nothing.
+    """What a factory function, such as ``torch.full``, sets the elements of its tensor to.
+
+    With neither attribute, it does not set them.
 
     Attributes:
-        number: the number.
-        argument: the index of the argument.
+        number: a number that is always the same.
+        argument: the index of the argument that is the number.
     """
 
     number: int | None = None
