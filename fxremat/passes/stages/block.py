@@ -25,7 +25,7 @@ Key = tuple[object, ...]
 
 
 class Mode(Enum):
-    """How a block runs its operations."""
+    """How a block runs operations: for the first time, again, or as the backward of a stage."""
 
     FIRST = "first"
     """The first forward of a stage: it draws random numbers and updates BatchNorm statistics."""
@@ -130,7 +130,10 @@ def extract(line: Line, stage: int, mode: Mode, outputs: Iterable[fx.Node]) -> B
 
 
 def _with_views(line: Line, nodes: Iterable[fx.Node], mode: Mode) -> list[fx.Node]:
-    """Return ``nodes``, and before the first reader of each the views of given tensors."""
+    """Return ``nodes`` with views of given tensors inserted, each before its first reader.
+
+    A block makes the views of primals and constants that it reads by itself.
+    """
     result: dict[fx.Node, None] = {}
     for last in nodes:
         waiting = [last]

@@ -17,6 +17,9 @@ from fxremat.passes.stages.position import Positions, Segments, gradient_free
 class Branches:
     """The forward as branches and the trunk, which comes after they meet.
 
+    Segments are the trunk, and the branches, each without the branches nested in it. A segment
+    flows into the one that comes after it where branches meet.
+
     Attributes:
         forward: all forward operations: views of given tensors, then segment after segment, with
             the trunk last, each in graph order.
@@ -127,7 +130,10 @@ class _Divider:
     def divide(
         self, nodes: Sequence[fx.Node], *, nested: bool
     ) -> tuple[list[Sequence[fx.Node]], tuple[int, ...]]:
-        """Return ``nodes`` as segments, and for each but the last the index of the next one.
+        """Return ``nodes`` as segments, and where each but the last flows into.
+
+        Segments are branches without what is nested in them, then the trunk. The second item has an
+        index of the first for each but the trunk.
 
         Args:
             nodes: operations in graph order.
@@ -286,7 +292,7 @@ def are_independent(joint: JointGraph, positions: Positions, pinned: frozenset[i
 
 
 class _Placing:
-    """The state of :func:`place_backward`."""
+    """Moves backward operations into branches, for :func:`place_backward`."""
 
     def __init__(self, joint: JointGraph, branches: Branches, positions: Positions) -> None:
         self._joint = joint

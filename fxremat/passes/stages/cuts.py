@@ -85,7 +85,7 @@ def _within_run(crossing: Crossing, start: int, end: int) -> list[int]:
 
 
 def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int], most_stages: int) -> list[int]:
-    """Return at most ``most_stages - 1`` of ``cuts``.
+    """Return at most ``most_stages - 1`` of the positions ``cuts``.
 
     Cuts between the stages that save fewest bytes together are dropped first.
     """

@@ -137,10 +137,10 @@ def linearize(joint: JointGraph, effort: Effort) -> Line:
     Ensures: every forward node is in exactly one stage or is a view of a given tensor; stages have
         them in graph order, branch after branch. Every backward node belongs to a stage whose saved
         set, boundary and pinned tensors hold all forward values that it reads. No backward node
-        reads one of a lower stage, and only sums read one of another branch. Where the loss is
-        outside of the graph, only pinned tensors cross the cut before the last stage, so that a
-        schedule may hold any part of the other stages at the loss point. What a constraint keeps is
-        pinned; what a constraint recomputes is read in its stage only.
+        reads one of a lower stage, and only sums of gradients read one of another branch. Where the
+        loss is outside of the graph, only pinned tensors cross the cut before the last stage, so
+        that a schedule may hold any part of the other stages at the loss point. What a constraint
+        keeps is pinned; what a constraint recomputes is read in its stage only.
     """
     views = _views_of_given(joint)
     positions = locate(joint, views=views)
@@ -262,7 +262,7 @@ def _assemble(
     views: frozenset[fx.Node],
     cuts: Sequence[int],
 ) -> Line:
-    """Return the line whose stages end at the positions ``cuts``."""
+    """Return ``joint`` as a line of stages that end at the positions ``cuts``."""
     located = (*positions.forward.items(), *positions.backward.items())
     stage_of = {node: bisect_left(cuts, position) for node, position in located}
     pinned_nodes = frozenset(
@@ -333,7 +333,7 @@ def _stages(
 def _stages_of_sums(
     joint: JointGraph, positions: Positions, stage_of: Mapping[fx.Node, int]
 ) -> dict[fx.Node, frozenset[int]]:
-    """Return the stages whose backwards compute what each sum of gradients of branches reads."""
+    """Return, for each sum of gradients of several branches, the stages that compute its inputs."""
     stages_of: dict[fx.Node, frozenset[int]] = {}
     for node in joint.backward:
         if node in positions.sums:

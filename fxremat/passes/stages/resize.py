@@ -54,7 +54,7 @@ class _Resizer:
         return resized
 
     def mapped(self, data: Any, **others: Any) -> Any:
-        """Return a copy of a dataclass that refers to the nodes and sizes of the copied graph.
+        """Return a copy of a dataclass, with nodes and sizes replaced by those of the copied graph.
 
         Args:
             data: the dataclass.
@@ -74,7 +74,7 @@ class _Resizer:
             lay(new, self._value(node.meta[LAYOUTS]), self.storages)
 
     def _value(self, value: Any) -> Any:
-        """Return an argument or a field with the nodes and sizes of the copied graph in it."""
+        """Return ``value`` with nodes and sizes in it replaced by those of the copied graph."""
         if isinstance(value, fx.Node):
             return self.new[value]
         if isinstance(value, (Size, Scale)):
