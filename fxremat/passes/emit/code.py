@@ -79,9 +79,11 @@ class Emitted:
         return Emitted(self.body, self.code, self._function, names, self._around)
 
     def call_through(self, around: Around | None) -> None:
-        """Let ``around`` wrap the functions of stages from now on, also at other sizes.
+        """Call stages through ``around`` from now on, also at other sizes.
 
-        ``None``: stages are called directly.
+        Args:
+            around: returns a function to call in place of that of a stage; ``None``: stages are
+                called directly.
         """
         self._around = around
         self._function.__globals__.update(self._stage_functions())
@@ -119,7 +121,7 @@ class Emitted:
 
 
 def emitted(body: Body) -> Emitted:
-    """Return the code of ``body``, ready to run at the sizes of the capture."""
+    """Compile ``body`` to Python code, and return it, ready to run at the sizes of the capture."""
     code = render(body)
     file_name = f"<fxremat {next(_serial)}>"
     scope: dict[str, Any] = {"inf": float("inf"), "nan": float("nan"), "torch": torch}
@@ -306,7 +308,7 @@ class _Renderer:
                 yield f"*{PRIMALS}[{begin}:{end + 1}]"
 
     def _names(self, values: Iterable[object]) -> Iterator[str]:
-        """Yield how ``values`` are written in a list: whole lists starred, constants unchanged."""
+        """Yield the code of ``values`` as items of a list, with ``*name`` for a whole list."""
         for name, run in groupby(values, key=self._list_name):
             if name == PRIMALS:
                 yield from self._given_runs(list(run))  # type: ignore[arg-type]

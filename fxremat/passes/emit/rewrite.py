@@ -45,7 +45,7 @@ class Travel:
     arena: int
 
     def names(self) -> dict[str, int]:
-        """Return these offsets and sizes by their names in code that follows sizes.
+        """Return the offsets and sizes in host memory by their names in code that follows sizes.
 
         At other sizes, the same moves need no other numbers.
         """
