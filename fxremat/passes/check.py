@@ -116,7 +116,10 @@ def _check_unchanged(graph: StepGraph, before: Fingerprint) -> None:
 
 
 def nodes_are_in_order(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Each node reads nodes of the same graph that precede it."""
+    """Each node reads nodes of the same graph that precede it.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     done: set[fx.Node] = set()
     for node in graph.module.graph.nodes:
         for source in node.all_input_nodes:
@@ -126,7 +129,10 @@ def nodes_are_in_order(graph: StepGraph, *, before: StepGraph, config: PassConfi
 
 
 def values_are_described(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Each node carries the value of its trace, and layouts that agree with it."""
+    """Each node carries the value of its trace, and layouts that agree with it.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     if graph.classified is None:
         return
     for node in graph.nodes:
@@ -142,7 +148,11 @@ def values_are_described(graph: StepGraph, *, before: StepGraph, config: PassCon
 
 
 def signature_is_kept(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Primals, tangents, mutated primals, results and gradients stay, in number and order."""
+    """Primals, tangents, mutated primals, results and gradients stay, in number and order.
+
+    They are compared with those of ``before``. Yields the nodes that violate this, each with the
+    problem.
+    """
     output = graph.module.graph.output_node()
     placeholders, others = (
         step.module.graph.find_nodes(op="placeholder") for step in (graph, before)
@@ -171,7 +181,11 @@ def signature_is_kept(graph: StepGraph, *, before: StepGraph, config: PassConfig
 
 
 def inputs_lie_as_before(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Placeholders have the shapes, strides and dtypes that they had."""
+    """Placeholders have the shapes, strides and dtypes that they had.
+
+    They are compared with those of ``before``. Yields the nodes that violate this, each with the
+    problem.
+    """
     if any(sizes_are_numbers(before, before=before, config=config)):
         return
     placeholders, others = (
@@ -186,7 +200,11 @@ def inputs_lie_as_before(graph: StepGraph, *, before: StepGraph, config: PassCon
 def draws_keep_their_order(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Random draws stay, in number and order."""
+    """Random draws stay, in number and order.
+
+    They are compared with those of ``before``. Yields the nodes that violate this, each with the
+    problem.
+    """
     draws, others = ([n for n in step.nodes if rng.draws(n)] for step in (graph, before))
     for now, then in zip(draws, others, strict=False):
         if rng.operation_of_draw(now) != rng.operation_of_draw(then):
@@ -202,7 +220,7 @@ def forward_precedes_backward(
     """Each operation is of the forward or of the backward, and no forward one reads a backward one.
 
     Primals, tangents, constants, results and gradients in the classified graph are those of the
-    module.
+    module. Yields the nodes that violate this, each with the problem.
     """
     if graph.classified is None:
         return
@@ -237,7 +255,8 @@ def storages_are_consistent(
 ) -> Violations:
     """Each tensor lies within a storage, which has the bytes that the table says.
 
-    The table is the ``StorageTable`` of the classified graph.
+    The table is the ``StorageTable`` of the classified graph. Yields the nodes that violate this,
+    each with the problem.
     """
     if graph.classified is None:
         return

@@ -41,8 +41,7 @@ def launches_are_operations(
 ) -> Violations:
     """Each launch of a user's Triton kernel is an operation that returns its results in order.
 
-    Violated by torch's own launches, which name the kernel by a number that is local to the
-    process.
+    Yields torch's own launches, which name the kernel by a number that is local to the process.
     """
     for node in graph.nodes:
         if torch_compat.user_launch(node) is not None:
@@ -50,14 +49,20 @@ def launches_are_operations(
 
 
 def sizes_are_numbers(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """No size is a symbol of torch."""
+    """No size is a symbol of torch.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     for node in graph.nodes:
         if is_symbolic(node):
             yield node, "has a size that is a symbol"
 
 
 def tensors_are_on_target(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Each dense tensor is on the device that the step is estimated for."""
+    """Each dense tensor is on the device that the step is estimated for.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     for node in (n for n in graph.nodes if "val" in n.meta):
         for tensor in tensors_of(node):
             is_placed = config.target is None or tensor.device.type == config.target.type
@@ -68,13 +73,19 @@ def tensors_are_on_target(graph: StepGraph, *, before: StepGraph, config: PassCo
 def operations_are_classified(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Each operation is of the forward or of the backward."""
+    """Each operation is of the forward or of the backward.
+
+    Yields the output node if the pass ``build`` has not run.
+    """
     if graph.classified is None:
         yield graph.module.graph.output_node(), "belongs to a graph without classified operations"
 
 
 def nothing_is_detached(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """No operation is a detach: the tensor that is detached stands for it."""
+    """No operation is a detach: the tensor that is detached stands for it.
+
+    Yields each ``detach`` node.
+    """
     for node in graph.nodes:
         if node.target is torch.ops.aten.detach.default:
             yield node, "detaches a tensor"
@@ -83,7 +94,7 @@ def nothing_is_detached(graph: StepGraph, *, before: StepGraph, config: PassConf
 def values_follow(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
     """The values of an operation with several directly follow it.
 
-    The values are ``getitem`` nodes that pick one result each.
+    Yields each ``getitem`` node that does not directly follow the operation whose result it picks.
     """
     last: fx.Node | None = None
     for node in graph.nodes:
@@ -95,7 +106,10 @@ def values_follow(graph: StepGraph, *, before: StepGraph, config: PassConfig) ->
 
 
 def nothing_is_dead(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Each operation is read, returned, or advances a random generator."""
+    """Each operation is read, returned, or advances a random generator.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     for node in graph.nodes:
         if node.op != "call_function" or is_getitem(node) or rng.draws(node):
             continue
@@ -104,14 +118,21 @@ def nothing_is_dead(graph: StepGraph, *, before: StepGraph, config: PassConfig) 
 
 
 def draws_are_recorded(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Each random draw of the forward reads a recorded state of its generator."""
+    """Each random draw of the forward reads a recorded state of its generator.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     for node in graph.joint.forward:
         if rng.draws(node) and not rng.is_draw(node):
             yield node, "draws from a generator whose state is not recorded"
 
 
 def results_lie_as_before(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Results and gradients have the shapes, strides and dtypes that they had."""
+    """Results and gradients have the shapes, strides and dtypes that they had.
+
+    They are compared with those of ``before``. Yields the nodes that violate this, each with the
+    problem.
+    """
     output = graph.module.graph.output_node()
     for now, then in zip(results_of(graph), results_of(before), strict=True):
         if isinstance(now, fx.Node) != isinstance(then, fx.Node):
@@ -138,7 +159,10 @@ def described_layout(tensor: torch.Tensor) -> tuple[object, ...]:
 def stages_hold_operations(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Each operation is in one stage, or is a view of a given tensor."""
+    """Each operation is in one stage, or is a view of a given tensor.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     line = graph.line
     where: dict[fx.Node, int] = {}
     for index, stage in enumerate(line.stages):
@@ -156,7 +180,7 @@ def stages_hold_operations(
 def stages_run_in_order(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
     """Forwards in the order of stages, then backwards in the reverse order, read what has run.
 
-    Violated by nodes that read what would run later in this order.
+    Yields nodes that read what would run later in this order.
     """
     line = graph.line
     done = {*line.joint.given, *line.joint.tangents, *line.views}
@@ -179,7 +203,10 @@ def _unread(node: fx.Node, done: set[fx.Node]) -> Violations:
 def backwards_have_what_they_read(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """The saved set, boundary and pinned tensors of a stage hold what its backward reads."""
+    """The saved set, boundary and pinned tensors of a stage hold what its backward reads.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     line = graph.line
     shared = {*line.pinned, *line.views, *line.joint.given, *line.joint.tangents}
     shared.update(line.joint.backward)
@@ -196,7 +223,8 @@ def nothing_crosses_the_loss_point(
 ) -> Violations:
     """Where the loss is outside of the graph, only pinned tensors cross the last cut.
 
-    The last cut is between the forward and the loss point, a stage without operations.
+    The last cut is between the forward and the loss point, a stage without operations. Yields the
+    nodes that violate this, each with the problem.
     """
     if graph.line.ends_at_loss_point:
         for node in graph.line.stages[-1].boundary:

@@ -49,7 +49,7 @@ UNLIMITED_BYTES = 1 << 60
 def runs_eagerly(config: PassConfig) -> bool:
     """Where operations run as torch runs them, on a device that is present.
 
-    Returns whether ``config`` says so, and knows how kernels leave their results.
+    Returns whether ``config`` has neither units nor a target, but knows how kernels leave results.
     """
     return config.left is not None and config.units is None and config.target is None
 
@@ -74,7 +74,7 @@ def has_other_device(config: PassConfig) -> bool:
 def has_parts(config: PassConfig) -> bool:
     """Where the form has values that are computed in parts.
 
-    Returns whether the form of ``config`` has.
+    Returns whether ``config.form`` does.
     """
     return config.form.has_parts
 

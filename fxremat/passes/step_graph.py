@@ -78,7 +78,7 @@ class StepGraph:
         return torch_compat.graph_module(self.module, copy_of(self.module.graph))
 
     def changed(self, module: fx.GraphModule, *, sizes: Sizes | None = None) -> StepGraph:
-        """Return the step with ``module`` in place of its graph.
+        """Return a step with ``module`` in place of the graph of this one.
 
         Args:
             module: has the same placeholders and results, in the same order. It must not be used
