@@ -26,12 +26,12 @@ MOST_SHOWN = 3
 
 
 def is_wanted() -> bool:
-    """Return whether passes are to be checked."""
+    """Return whether passes are to be checked: ``FXREMAT_CHECK=1`` is in the environment."""
     return os.environ.get(VARIABLE) == "1"
 
 
 def run_checked(entry: Pass, graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Run a pass, and check what it requires, what it raises, and what it leaves.
+    """Run a pass on ``graph``, check its contract, and return the graph that it made.
 
     Raises:
         GraphError: the contract is violated; the error names the nodes.
@@ -62,7 +62,15 @@ def _raise_first(
     before: StepGraph,
     config: PassConfig,
 ) -> None:
-    """Raise an error for the first condition that is violated."""
+    """Raise ``GraphError`` for the first of ``conditions`` that ``graph`` violates.
+
+    Args:
+        who: begins the message, such as ``"it ensures that"``.
+        conditions: conditions of the contract.
+        graph: the graph that is checked.
+        before: the graph that the pass was given.
+        config: what passes are given besides the graph.
+    """
     for condition in conditions:
         violations = list(condition(graph, before=before, config=config))
         if violations:
@@ -88,7 +96,12 @@ def _fingerprint(graph: StepGraph) -> Fingerprint:
 
 
 def _check_unchanged(graph: StepGraph, before: Fingerprint) -> None:
-    """Refuse a pass that has changed the graph that it was given."""
+    """Raise ``GraphError`` if a pass has changed ``graph``, which it was given.
+
+    Args:
+        graph: the graph.
+        before: its fingerprint before the pass.
+    """
     after = _fingerprint(graph)
     if len(before) != len(after):
         raise GraphError(
@@ -103,7 +116,10 @@ def _check_unchanged(graph: StepGraph, before: Fingerprint) -> None:
 
 
 def nodes_are_in_order(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Each node reads nodes of the same graph that precede it."""
+    """Each node reads nodes of the same graph that precede it.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     done: set[fx.Node] = set()
     for node in graph.module.graph.nodes:
         for source in node.all_input_nodes:
@@ -113,7 +129,10 @@ def nodes_are_in_order(graph: StepGraph, *, before: StepGraph, config: PassConfi
 
 
 def values_are_described(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Each node carries the value of its trace, and layouts that agree with it."""
+    """Each node carries the value of its trace, and layouts that agree with it.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     if graph.classified is None:
         return
     for node in graph.nodes:
@@ -129,7 +148,11 @@ def values_are_described(graph: StepGraph, *, before: StepGraph, config: PassCon
 
 
 def signature_is_kept(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Primals, tangents, mutated primals, results and gradients stay, in number and order."""
+    """Primals, tangents, mutated primals, results and gradients stay, in number and order.
+
+    They are compared with those of ``before``. Yields the nodes that violate this, each with the
+    problem.
+    """
     output = graph.module.graph.output_node()
     placeholders, others = (
         step.module.graph.find_nodes(op="placeholder") for step in (graph, before)
@@ -158,7 +181,11 @@ def signature_is_kept(graph: StepGraph, *, before: StepGraph, config: PassConfig
 
 
 def inputs_lie_as_before(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Placeholders have the shapes, strides and dtypes that they had."""
+    """Placeholders have the shapes, strides and dtypes that they had.
+
+    They are compared with those of ``before``. Yields the nodes that violate this, each with the
+    problem.
+    """
     if any(sizes_are_numbers(before, before=before, config=config)):
         return
     placeholders, others = (
@@ -173,7 +200,11 @@ def inputs_lie_as_before(graph: StepGraph, *, before: StepGraph, config: PassCon
 def draws_keep_their_order(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Random draws stay, in number and order."""
+    """Random draws stay, in number and order.
+
+    They are compared with those of ``before``. Yields the nodes that violate this, each with the
+    problem.
+    """
     draws, others = ([n for n in step.nodes if rng.draws(n)] for step in (graph, before))
     for now, then in zip(draws, others, strict=False):
         if rng.operation_of_draw(now) != rng.operation_of_draw(then):
@@ -188,7 +219,8 @@ def forward_precedes_backward(
 ) -> Violations:
     """Each operation is of the forward or of the backward, and no forward one reads a backward one.
 
-    Primals, tangents, constants, results and gradients are those of the graph.
+    Primals, tangents, constants, results and gradients in the classified graph are those of the
+    module. Yields the nodes that violate this, each with the problem.
     """
     if graph.classified is None:
         return
@@ -206,7 +238,7 @@ def forward_precedes_backward(
 
 
 def _unlisted(graph: StepGraph) -> Violations:
-    """Return where lists of the classified graph are not what its module has."""
+    """Yield nodes whose role in the classified graph differs from that in its module."""
     joint, output = graph.joint, graph.module.graph.output_node()
     placeholders = tuple(graph.module.graph.find_nodes(op="placeholder"))
     if (*joint.primals, *joint.tangents) != placeholders:
@@ -221,7 +253,11 @@ def _unlisted(graph: StepGraph) -> Violations:
 def storages_are_consistent(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Each tensor lies within a storage, which has the bytes that the table says."""
+    """Each tensor lies within a storage, which has the bytes that the table says.
+
+    The table is the ``StorageTable`` of the classified graph. Yields the nodes that violate this,
+    each with the problem.
+    """
     if graph.classified is None:
         return
     table, now = graph.classified.storages, build_storage_table(graph.module.graph)
@@ -242,7 +278,7 @@ def storages_are_consistent(
 
 
 def _end_bytes(layout: Layout, element_bytes: int) -> int:
-    """Return the bytes of its storage up to the end of the last element of a tensor."""
+    """Return the offset in its storage, in bytes, at which the last element of a tensor ends."""
     shape, stride = ([*map(int, numbers)] for numbers in (layout.shape, layout.stride))
     if 0 in shape:
         return 0

@@ -23,7 +23,7 @@ Violations = Iterator[Violation]
 
 
 def results_of(graph: StepGraph) -> Sequence[object]:
-    """Return the results of the forward, then the gradients."""
+    """Return the outputs of ``graph`` as one sequence: results of the forward, then gradients."""
     results: Any = graph.module.graph.output_node().args[0]
     return tuple(_leaves(results))
 
@@ -39,21 +39,30 @@ def _leaves(value: object) -> Iterator[object]:
 def launches_are_operations(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Each launch of a user's Triton kernel is an operation that returns its results in order."""
+    """Each launch of a user's Triton kernel is an operation that returns its results in order.
+
+    Yields torch's own launches, which name the kernel by a number that is local to the process.
+    """
     for node in graph.nodes:
         if torch_compat.user_launch(node) is not None:
             yield node, "is a launch by a number that has no meaning in another process"
 
 
 def sizes_are_numbers(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """No size is a symbol of torch."""
+    """No size is a symbol of torch.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     for node in graph.nodes:
         if is_symbolic(node):
             yield node, "has a size that is a symbol"
 
 
 def tensors_are_on_target(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Each dense tensor is on the device that the step is estimated for."""
+    """Each dense tensor is on the device that the step is estimated for.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     for node in (n for n in graph.nodes if "val" in n.meta):
         for tensor in tensors_of(node):
             is_placed = config.target is None or tensor.device.type == config.target.type
@@ -64,20 +73,29 @@ def tensors_are_on_target(graph: StepGraph, *, before: StepGraph, config: PassCo
 def operations_are_classified(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Each operation is of the forward or of the backward."""
+    """Each operation is of the forward or of the backward.
+
+    Yields the output node if the pass ``build`` has not run.
+    """
     if graph.classified is None:
         yield graph.module.graph.output_node(), "belongs to a graph without classified operations"
 
 
 def nothing_is_detached(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """No operation is a detach: the tensor that is detached stands for it."""
+    """No operation is a detach: the tensor that is detached stands for it.
+
+    Yields each ``detach`` node.
+    """
     for node in graph.nodes:
         if node.target is torch.ops.aten.detach.default:
             yield node, "detaches a tensor"
 
 
 def values_follow(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """The values of an operation with several directly follow it."""
+    """The values of an operation with several directly follow it.
+
+    Yields each ``getitem`` node that does not directly follow the operation whose result it picks.
+    """
     last: fx.Node | None = None
     for node in graph.nodes:
         if is_getitem(node):
@@ -88,7 +106,10 @@ def values_follow(graph: StepGraph, *, before: StepGraph, config: PassConfig) ->
 
 
 def nothing_is_dead(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Each operation is read, returned, or advances a random generator."""
+    """Each operation is read, returned, or advances a random generator.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     for node in graph.nodes:
         if node.op != "call_function" or is_getitem(node) or rng.draws(node):
             continue
@@ -97,14 +118,21 @@ def nothing_is_dead(graph: StepGraph, *, before: StepGraph, config: PassConfig) 
 
 
 def draws_are_recorded(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Each random draw of the forward reads a recorded state of its generator."""
+    """Each random draw of the forward reads a recorded state of its generator.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     for node in graph.joint.forward:
         if rng.draws(node) and not rng.is_draw(node):
             yield node, "draws from a generator whose state is not recorded"
 
 
 def results_lie_as_before(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Results and gradients have the shapes, strides and dtypes that they had."""
+    """Results and gradients have the shapes, strides and dtypes that they had.
+
+    They are compared with those of ``before``. Yields the nodes that violate this, each with the
+    problem.
+    """
     output = graph.module.graph.output_node()
     for now, then in zip(results_of(graph), results_of(before), strict=True):
         if isinstance(now, fx.Node) != isinstance(then, fx.Node):
@@ -116,9 +144,9 @@ def results_lie_as_before(graph: StepGraph, *, before: StepGraph, config: PassCo
 
 
 def described_layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return dtype, shape and strides at the sizes of the capture.
+    """Return dtype, shape and strides at the sizes of the capture, to compare layouts by.
 
-    The stride of a dimension with fewer than two elements says nothing, and is left out.
+    The stride of a dimension with fewer than two elements says nothing, and is replaced by 0.
     """
     shape = tuple(map(torch_compat.hint_of, tensor.shape))
     if tensor.layout is not torch.strided:
@@ -131,7 +159,10 @@ def described_layout(tensor: torch.Tensor) -> tuple[object, ...]:
 def stages_hold_operations(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Each operation is in one stage, or is a view of a given tensor."""
+    """Each operation is in one stage, or is a view of a given tensor.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     line = graph.line
     where: dict[fx.Node, int] = {}
     for index, stage in enumerate(line.stages):
@@ -147,7 +178,10 @@ def stages_hold_operations(
 
 
 def stages_run_in_order(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Forwards in the order of stages, then backwards in the reverse order, read what has run."""
+    """Forwards in the order of stages, then backwards in the reverse order, read what has run.
+
+    Yields nodes that read what would run later in this order.
+    """
     line = graph.line
     done = {*line.joint.given, *line.joint.tangents, *line.views}
     for stage in line.stages:
@@ -159,7 +193,7 @@ def stages_run_in_order(graph: StepGraph, *, before: StepGraph, config: PassConf
 
 
 def _unread(node: fx.Node, done: set[fx.Node]) -> Violations:
-    """Violations of ``node``, which runs after ``done``; it is added to these."""
+    """Yield a violation for each input of ``node`` not in ``done``; then add ``node`` to it."""
     for source in node.all_input_nodes:
         if source not in done:
             yield node, f"reads {source.name}, which runs later"
@@ -169,7 +203,10 @@ def _unread(node: fx.Node, done: set[fx.Node]) -> Violations:
 def backwards_have_what_they_read(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """The saved set, boundary and pinned tensors of a stage hold what its backward reads."""
+    """The saved set, boundary and pinned tensors of a stage hold what its backward reads.
+
+    Yields the nodes that violate this, each with the problem.
+    """
     line = graph.line
     shared = {*line.pinned, *line.views, *line.joint.given, *line.joint.tangents}
     shared.update(line.joint.backward)
@@ -184,7 +221,11 @@ def backwards_have_what_they_read(
 def nothing_crosses_the_loss_point(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """Where the loss is outside of the graph, only pinned tensors cross the last cut."""
+    """Where the loss is outside of the graph, only pinned tensors cross the last cut.
+
+    The last cut is between the forward and the loss point, a stage without operations. Yields the
+    nodes that violate this, each with the problem.
+    """
     if graph.line.ends_at_loss_point:
         for node in graph.line.stages[-1].boundary:
             yield node, "crosses the cut before the loss point"

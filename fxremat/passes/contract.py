@@ -29,16 +29,17 @@ class PassConfig:
 
     Attributes:
         form: how the operations of the step are to be computed.
-        effort: the numbers that decide where the graph is cut, and how long a run may be.
+        effort: the numbers that decide where the graph is cut, and how many operations are computed
+            in parts together.
         units: the table that new units are added to; ``None``: operations run as torch runs them.
         target: the device that the step is estimated for, where none is present: nothing is run.
         left: returns how the kernel of an operation leaves its results; ``None``: as traced.
-        can_replace: whether ``is_causal`` can replace a mask of attention; ``None``: no mask is
-            replaced.
-        other_bits: returns which bits differ where a run is computed in parts, all of them for a
-            run that was refused. Only asked where ``form`` keeps bits.
+        can_replace: returns whether ``is_causal`` can replace a mask of attention; ``None``: no
+            mask is replaced.
+        other_bits: returns which bits differ where a run of operations is computed in parts, all of
+            them for a run that was refused. Only asked where ``form`` keeps bits.
         expected: gradients that losses in parts are computed with, by name; new ones are added.
-        looks: how often the search for runs may look at operations.
+        looks: counts the work of the search for operations to compute in parts, and limits it.
         progress: reports how many kernels are made.
         note: called with the most bytes that a measurement held at once.
     """
@@ -57,15 +58,15 @@ class PassConfig:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the whole graph has the bits that it has as traced; parts may round otherwise."""
+        """Whether passes must keep the bits of the graph; parts may still round differently."""
         return self.form.exact or self.form.has_parts
 
 
 class Run(Protocol):
-    """The signature of a pass. The first line of the docstring says what the pass does."""
+    """The function of a pass. The first line of its docstring says what the pass does."""
 
     def __call__(self, graph: StepGraph, *, config: PassConfig) -> StepGraph:
-        """Return ``graph`` as the pass leaves it; ``graph`` and its nodes are not changed."""
+        """Return the graph that the pass makes of ``graph``, which it does not change."""
 
 
 Violation = tuple[fx.Node, str]
@@ -73,19 +74,26 @@ Violation = tuple[fx.Node, str]
 
 
 class Condition(Protocol):
-    """A condition on a graph. The first line of the docstring states it."""
+    """A condition on a graph. The first line of its docstring states it."""
 
     def __call__(
         self, graph: StepGraph, *, before: StepGraph, config: PassConfig
     ) -> Iterable[Violation]:
-        """Return what violates the condition in ``graph``, which a pass made of ``before``.
+        """Return the nodes of ``graph`` that violate the condition, each with what is wrong.
 
-        Where the condition is required of the graph that a pass is given, both are that graph.
+        Args:
+            graph: the graph that is checked.
+            before: the graph that a pass made ``graph`` of; ``graph`` itself where the pass
+                requires the condition.
+            config: what passes are given besides the graph.
         """
 
 
 def always(_config: PassConfig) -> bool:
-    """Always."""
+    """Always.
+
+    Returns ``True``, for passes that run with any ``PassConfig``.
+    """
     return True
 
 
@@ -94,13 +102,13 @@ class Pass:
     """A pass and its contract.
 
     Attributes:
-        name: in errors, and in the list of passes.
-        run: the function.
+        name: names the pass in errors, and in the list of passes.
+        run: the function that makes a new graph.
         requires: conditions on the graph that it is given.
         ensures: conditions on the graph that it returns, besides those that hold between any two
             passes (:data:`fxremat.passes.check.INVARIANTS`).
         raises: errors that it may raise, and when.
-        when: whether it runs; the first line of the docstring says when.
+        when: returns whether the pass runs; the first line of its docstring says when.
     """
 
     name: str
@@ -112,6 +120,6 @@ class Pass:
 
 
 def statement_of(described: object) -> str:
-    """Return the first line of a docstring, without its full stop."""
+    """Return the first line of the docstring of ``described``, without its full stop."""
     text = inspect.getdoc(described) or ""
     return text.partition("\n")[0].removesuffix(".")

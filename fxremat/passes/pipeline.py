@@ -47,22 +47,35 @@ UNLIMITED_BYTES = 1 << 60
 
 
 def runs_eagerly(config: PassConfig) -> bool:
-    """Where operations run as torch runs them, on a device that is present."""
+    """Where operations run as torch runs them, on a device that is present.
+
+    Returns whether ``config`` has neither units nor a target, but knows how kernels leave results.
+    """
     return config.left is not None and config.units is None and config.target is None
 
 
 def has_units(config: PassConfig) -> bool:
-    """Where operations are compiled as units."""
+    """Where operations are compiled as units.
+
+    Returns whether ``config`` has a table of units: groups of operations that Inductor compiles as
+    one.
+    """
     return config.units is not None
 
 
 def has_other_device(config: PassConfig) -> bool:
-    """Where the step is estimated for a device that is not a CPU, where it was traced."""
+    """Where the step is estimated for a device that is not a CPU, where it was traced.
+
+    Returns whether ``config.target`` is such a device.
+    """
     return config.target is not None and config.target.type != "cpu"
 
 
 def has_parts(config: PassConfig) -> bool:
-    """Where the form has values that are computed in parts."""
+    """Where the form has values that are computed in parts.
+
+    Returns whether ``config.form`` does.
+    """
     return config.form.has_parts
 
 
@@ -80,7 +93,10 @@ def _lay_as_kernels(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 
 
 def _fix_sizes(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Replace sizes that are symbols by numbers that keep their expression."""
+    """Replace sizes that are symbols by numbers that keep their expression.
+
+    Returns ``graph`` itself where no size is a symbol.
+    """
     module, sizes = fix_sizes(graph.module)
     return graph if module is graph.module else graph.changed(module, sizes=sizes)
 
@@ -127,7 +143,7 @@ def _split(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 
 
 def large_in(form: Form) -> Large:
-    """Return which values a form computes in parts."""
+    """Return which values are too large to exist whole in ``form``: they are computed in parts."""
     return Large(form.parts_bytes or UNLIMITED_BYTES, frozenset(form.peak), form.peak_bytes)
 
 
@@ -137,7 +153,10 @@ def _linearize(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 
 
 def _write_twice(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Let backwards compute values that one of their kernels can write on the way."""
+    """Let backwards compute values that one of their kernels can write on the way.
+
+    Then the forward need not keep these values for them.
+    """
     return graph.changed(computed_twice(graph.line))
 
 
@@ -245,7 +264,7 @@ _BUILT_IN = tuple(PASSES)
 
 
 def add_pass(new: Pass, *, after: str) -> None:
-    """Add a pass to the list.
+    """Add a pass to :data:`PASSES`.
 
     A pass that changes operations goes after ``build`` or ``split``; one that reads stages, and
     changes nothing, after ``linearize``. Processes that train together must all have it.
@@ -273,7 +292,7 @@ def added_passes() -> tuple[str, ...]:
 def run_passes(
     graph: StepGraph, *, config: PassConfig, first: str | None = None, before: str | None = None
 ) -> StepGraph:
-    """Run passes of the list, those that ``config`` asks for.
+    """Run the passes of :data:`PASSES` that ``config`` asks for, and return the graph they make.
 
     Args:
         graph: what the pass before ``first`` returned.
@@ -282,8 +301,8 @@ def run_passes(
         before: name of the pass before which to stop; by default all passes run.
 
     Raises:
-        GraphError: a pass refuses its graph, or violates its contract and ``FXREMAT_CHECK=1`` is
-            in the environment. The error names the pass and the node.
+        GraphError: a pass refuses its graph, or violates its contract and ``FXREMAT_CHECK=1`` is in
+            the environment. The error names the pass and the node.
         FxrematError: as the passes raise it.
     """
     names = [entry.name for entry in PASSES]
@@ -303,7 +322,7 @@ def run_passes(
 
 
 def passes_page() -> str:
-    """Return the page of the documentation that lists all passes with their contracts."""
+    """Return a page of Markdown that lists all passes with their contracts (``docs/passes.md``)."""
     return "\n".join(_page_lines())
 
 
@@ -340,7 +359,7 @@ def _contract_lines(entry: Pass) -> Iterator[str]:
 
 
 def _when(entry: Pass) -> str:
-    """Return the sentence that says when a pass runs; nothing where it always does."""
+    """Return the sentence that says when a pass runs; an empty string if it always does."""
     if entry.when is always:
         return ""
     statement = statement_of(entry.when)

@@ -39,7 +39,7 @@ class StepGraph:
 
     @staticmethod
     def captured(module: fx.GraphModule, *, forward_output_count: int) -> StepGraph:
-        """Return the graph of a step as AOTAutograd traced it."""
+        """Return the step of ``module``, as AOTAutograd traced it, before any pass."""
         mutated = tuple(torch_compat.mutated_primals(module))
         return StepGraph(module, forward_output_count, mutated)
 
@@ -78,7 +78,7 @@ class StepGraph:
         return torch_compat.graph_module(self.module, copy_of(self.module.graph))
 
     def changed(self, module: fx.GraphModule, *, sizes: Sizes | None = None) -> StepGraph:
-        """Return the step with ``module`` in place of its graph.
+        """Return a step with ``module`` in place of the graph of this one.
 
         Args:
             module: has the same placeholders and results, in the same order. It must not be used
@@ -96,9 +96,9 @@ class StepGraph:
         return replace(self, module=module, sizes=self.sizes if sizes is None else sizes)
 
     def as_joint(self, joint: JointGraph) -> StepGraph:
-        """Return the step with ``joint`` as its graph, and without stages."""
+        """Return the step with ``joint`` as its classified graph, and without stages."""
         return replace(self, module=joint.module, classified=joint, staged=None)
 
     def as_line(self, line: Line) -> StepGraph:
-        """Return the step with ``line`` as its graph and its stages."""
+        """Return the step with the stages ``line``, and the graph of ``line`` as its graph."""
         return replace(self, module=line.joint.module, classified=line.joint, staged=line)

@@ -68,7 +68,7 @@ class Variable:
 
 @dataclass(slots=True, eq=False)
 class Statement:
-    """One operation of the schedule.
+    """One statement of emitted code, which carries out an operation of the schedule.
 
     Attributes:
         target: name of a stage's code, a function of the runtime, :data:`GIVE`, or :data:`RETURN`.
@@ -102,7 +102,7 @@ class Statement:
 
 @dataclass(slots=True)
 class Body:
-    """The forward or the backward of a step.
+    """The forward or the backward of a step, as statements.
 
     Attributes:
         takes: its inputs, in order.
@@ -118,7 +118,7 @@ class Body:
     _owners: dict[str, object] = field(default_factory=_reserved_names)
 
     def named(self, wish: str, owner: object) -> str:
-        """Return a unique name for ``owner``, always the same; ``wish``, unless that is taken."""
+        """Return the name of ``owner`` in the code: ``wish``, with a number if that is taken."""
         name, count = wish, 1
         while self._owners.setdefault(name, owner) != owner:
             count += 1
@@ -126,7 +126,7 @@ class Body:
         return name
 
     def stage(self, wish: str, module: torch.nn.Module) -> str:
-        """Return the name by which statements call ``module``."""
+        """Add ``module`` to ``stages``, and return the name by which statements call it."""
         name = self.named(wish, module)
         self.stages[name] = module
         return name

@@ -66,18 +66,24 @@ class Emitted:
         self.forward: torch_compat.BoxedCallable = self._function
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        """Run the code; ``args`` is emptied."""
+        """Run the code and return its results; ``args``, its inputs, is emptied."""
         return self.forward(args)
 
     def at(self, names: Mapping[str, int]) -> Emitted:
-        """Return the same code for other values of ``names``; takes microseconds per stage."""
+        """Return the same code for other sizes; takes microseconds per stage.
+
+        Args:
+            names: the new values of sizes, by name; other sizes keep theirs.
+        """
         names = {**self._names, **names}
         return Emitted(self.body, self.code, self._function, names, self._around)
 
     def call_through(self, around: Around | None) -> None:
-        """Let ``around`` wrap the functions of stages from now on, also at other sizes.
+        """Call stages through ``around`` from now on, also at other sizes.
 
-        ``None``: stages are called directly.
+        Args:
+            around: returns a function to call in place of that of a stage; ``None``: stages are
+                called directly.
         """
         self._around = around
         self._function.__globals__.update(self._stage_functions())
@@ -88,7 +94,10 @@ class Emitted:
         return {name: self._around(run) for name, run in self._runs.items()}
 
     def structure_digest(self) -> str:
-        """Return a digest of what it runs: the structure of the stages, and how they are called."""
+        """Return a digest of the stages that the code runs, and of how it calls them.
+
+        It is the same for all shards of a step.
+        """
         number: dict[Variable, int] = {}
 
         def numbers(values: Iterable[Variable]) -> list[int]:
@@ -112,7 +121,7 @@ class Emitted:
 
 
 def emitted(body: Body) -> Emitted:
-    """Return the code of ``body``, ready to run at the sizes of the capture."""
+    """Compile ``body`` to Python code, and return it, ready to run at the sizes of the capture."""
     code = render(body)
     file_name = f"<fxremat {next(_serial)}>"
     scope: dict[str, Any] = {"inf": float("inf"), "nan": float("nan"), "torch": torch}
@@ -137,20 +146,23 @@ def _follows_sizes(stage: torch.nn.Module) -> bool:
 
 
 def _sized(stage: torch.nn.Module, names: Mapping[str, int]) -> torch_compat.BoxedCallable:
-    """Return the forward of ``stage`` with these values of sizes."""
+    """Return the forward of ``stage``, bound to it, as a copy that reads the sizes ``names``."""
     function: Any = type(stage).forward
     scope = {**function.__globals__, **names}
     return MethodType(FunctionType(function.__code__, scope, function.__name__), stage)
 
 
 def _names_at(arguments: object) -> dict[str, Any]:
-    """Return the globals that sizes in ``arguments`` refer to."""
+    """Return the globals that expressions of sizes in ``arguments`` refer to, by name."""
     names = names_in(arguments)
     return {**MODULES, **names} if names else {}
 
 
 def _portable_arguments(statement: Statement) -> Sequence[object]:
-    """Return the arguments without the number of an arena, which differs between processes."""
+    """Return the arguments of ``statement``, without the number of an arena.
+
+    That number differs between processes.
+    """
     opens = statement.target is transfer.open_arena
     return statement.arguments[1:] if opens else statement.arguments
 
@@ -193,7 +205,10 @@ class _Renderer:
         return f"def forward({ARGS}):\n" + "".join(f"    {line}\n" for line in self._lines)
 
     def _find_lists(self) -> dict[Variable, str]:
-        """Find variables that can be items of one list: made together, and read together."""
+        """Return the name of a list for each variable that can be an item of one.
+
+        The items of a list are made together, and are read together.
+        """
         lists: dict[Variable, str] = {}
         taken: dict[str, object] = {}
         for made in (self._body.takes, *(statement.makes for statement in self._body.statements)):
@@ -215,14 +230,14 @@ class _Renderer:
         return all(places.get(id(value)) == begin + i for i, value in enumerate(members))
 
     def _list_key(self, value: Variable) -> tuple[str, tuple[Statement, ...]] | None:
-        """Return the group and the readers of a variable, if it can be in a list."""
+        """Return the group and readers of ``value`` if it can be in a list, otherwise ``None``."""
         readers = self._readers.get(value, ())
         if value.group is None or any(r.target == GIVE or callable(r.target) for r in readers):
             return None
         return value.group, tuple(readers)
 
     def _take(self, takes: Sequence[Variable]) -> None:
-        """Bind the inputs: those of one list by a slice, others by one assignment."""
+        """Write lines that bind inputs: those of one list by a slice, others by one assignment."""
         start = 0
         for name, run in groupby(takes, key=self._lists.get):
             values = list(run)
@@ -254,7 +269,7 @@ class _Renderer:
         self._drop(value for value in statement.makes if value not in self._readers)
 
     def _transfer(self, statement: Statement, name: str) -> None:
-        """Call a function of the runtime by its bare name."""
+        """Write a line that calls a function of the runtime by its bare name."""
         comment = f"  # {statement.comment}" if statement.comment else ""
         result = "".join(f"{value.name} = " for value in statement.makes)
         opens = [ARENA] if statement.target is transfer.open_arena else []
@@ -276,7 +291,7 @@ class _Renderer:
         return self._parameters[names]
 
     def _given_runs(self, given: Sequence[Variable]) -> Iterator[str]:
-        """Yield ``primals[3:7]`` for consecutive primals, and the names of constants."""
+        """Yield code for each of ``given``: ``*primals[3:7]`` for several, names of constants."""
 
         def place(pair: tuple[int, Variable]) -> int:
             index, value = pair
@@ -293,7 +308,7 @@ class _Renderer:
                 yield f"*{PRIMALS}[{begin}:{end + 1}]"
 
     def _names(self, values: Iterable[object]) -> Iterator[str]:
-        """Yield how ``values`` are written in a list: whole lists starred, constants unchanged."""
+        """Yield the code of ``values`` as items of a list, with ``*name`` for a whole list."""
         for name, run in groupby(values, key=self._list_name):
             if name == PRIMALS:
                 yield from self._given_runs(list(run))  # type: ignore[arg-type]
@@ -311,7 +326,7 @@ class _Renderer:
         return next(self._given_runs([value])) if value.given else value.name
 
     def _last_read_by(self, statement: Statement) -> Iterator[Variable]:
-        """Return the variables that no statement after ``statement`` reads."""
+        """Yield the variables that ``statement`` reads and no later one does, except given ones."""
         read = dict.fromkeys(statement.reads)
         return (v for v in read if not v.given and self._readers[v][-1] is statement)
 
@@ -329,7 +344,7 @@ def _assign_list(name: str, items: tuple[str, ...]) -> list[str]:
 
 
 def _wrap(head: str, items: str, tail: str) -> list[str]:
-    """Return ``head items tail`` on one line if it fits, otherwise on several."""
+    """Return the code ``head items tail`` as one line if it fits, otherwise as several."""
     line = f"{head}{items}{tail}"
     code = line.split("  # ", maxsplit=1)[0]
     if len(code) <= WIDTH:
@@ -344,7 +359,7 @@ def _wrap(head: str, items: str, tail: str) -> list[str]:
 
 
 def _leave_out_round_trips(graph: fx.Graph) -> None:
-    """Remove pairs of transposes that cancel out: the result lies in memory as their input does.
+    """Remove pairs of transposes that cancel out from ``graph``; the result keeps its layout.
 
     Autograd's derivatives of a matrix product are full of these. Calling one takes as long as a
     small kernel.
@@ -362,9 +377,10 @@ def _leave_out_round_trips(graph: fx.Graph) -> None:
 
 
 def compile_graph(graph: fx.Graph) -> fx.GraphModule:
-    """Return a module that takes its inputs in one list, and frees each after its last use.
+    """Return a module that runs ``graph`` on a list of inputs, and frees each after its last use.
 
-    If its operations follow the sizes of the step, it runs at those of the capture.
+    If its operations follow the sizes of the step, it runs at those of the capture. Transposes that
+    cancel out are removed from ``graph``.
     """
     _leave_out_round_trips(graph)
     torch_compat.boxed_code(graph)

@@ -57,7 +57,7 @@ def link(
     released: Set[int],
     after: Iterable[fx.Node],
 ) -> tuple[Call, ...]:
-    """Find what each call leaves in memory, from what the calls after it read.
+    """Return ``calls`` with ``kept`` and ``handed`` set from what the calls after each one read.
 
     Args:
         line: the stages.
@@ -65,8 +65,6 @@ def link(
         handed: gradients whose memory nobody holds once they are made and handed over.
         released: storages of tangents that their last reader releases.
         after: tensors that are read once the calls have run.
-
-    Returns the calls with their ``kept`` and ``handed``.
     """
     table = line.joint.storages
     never_freed = table.of((*line.joint.given, *line.joint.tangents)) - released

@@ -45,7 +45,7 @@ class Travel:
     arena: int
 
     def names(self) -> dict[str, int]:
-        """Return the names that code which follows sizes has for these numbers, and their values.
+        """Return the offsets and sizes in host memory by their names in code that follows sizes.
 
         At other sizes, the same moves need no other numbers.
         """
@@ -59,12 +59,12 @@ HOST_BYTES = "HOST_BYTES"
 
 
 def slot_name(storage: int) -> str:
-    """Return the name of a storage's offset in host memory."""
+    """Return the name of a storage's offset in host memory, in code that follows sizes."""
     return f"SLOT{storage}"
 
 
 def bytes_name(storage: int) -> str:
-    """Return the name of a storage's size."""
+    """Return the name of a storage's size in bytes, in code that follows sizes."""
     return f"BYTES{storage}"
 
 
@@ -81,7 +81,7 @@ class BlockModules:
     by_block: dict[int, tuple[Block, fx.GraphModule]] = field(default_factory=dict)
 
     def of(self, block: Block, line: Line) -> fx.GraphModule:
-        """Return the module that runs ``block``."""
+        """Return the module that runs ``block``; it is compiled if no equal block has one."""
         if id(block) not in self.by_block:  # the entry keeps the block alive, and so its id
             key = block_key(block, line.joint.storages)
             if key not in self.modules:
@@ -96,7 +96,7 @@ def rewrite(
     modules: BlockModules,
     travel: Travel | None = None,
 ) -> tuple[Emitted, Emitted]:
-    """Emit the forward and the backward.
+    """Return the code of the forward and of the backward that carry out ``program``.
 
     Args:
         program: the calls.
@@ -141,11 +141,11 @@ def rewrite(
 
 
 def handed_after(program: Program) -> dict[int, list[int]]:
-    """Return the primals whose gradients are handed over right after each call.
+    """Return the indices of the primals whose gradients are handed over right after each call.
 
     That is after the call that computes the gradient, and after the last one that reads the primal:
     the receiver may change the primal at once, as an optimizer in the backward does. Gradients that
-    no call of the backward computes are handed over at the end.
+    no call of the backward computes are handed over at the end, under the number of calls.
     """
     joint, calls = program.line.joint, program.calls
     table = joint.storages
@@ -172,7 +172,7 @@ class _GraphWriter:
         self._back: dict[int, Variable] = {}
 
     def take(self, nodes: Iterable[fx.Node]) -> None:
-        """Add an input for each of ``nodes``."""
+        """Add an input of the code for each of ``nodes``."""
         primals = sum(value.primal is not None for value in self._body.takes)
         for node in nodes:
             value = self._made(node)
@@ -190,7 +190,7 @@ class _GraphWriter:
         )
 
     def take_host(self, travel: Travel) -> None:
-        """Add the step's host memory, which the forward has opened, as an input."""
+        """Add the step's host memory, which the forward has opened, as an input of the code."""
         self._travel, self.host = travel, Variable(HOST)
         self._body.takes.append(self.host)
 
@@ -205,7 +205,10 @@ class _GraphWriter:
             self._body.statements.append(Statement(GIVE, (self._gradients, made)))
 
     def leave(self, moves: Iterable[Move], place: int) -> None:
-        """Start copies to the host before call ``place``, and release memory that was copied."""
+        """Start copies to the host before call ``place``, and release memory that was copied.
+
+        Statements that do so are added to the code.
+        """
         for move in moves:
             if move.offload == place:
                 self._add_transfer(transfer.offload, move, f"D2H {format_bytes(move.nbytes)}")
@@ -224,7 +227,10 @@ class _GraphWriter:
         )
 
     def come_back(self, moves: Iterable[Move], place: int) -> None:
-        """Start copies back before call ``place``, and wait for those that the call needs."""
+        """Start copies back before call ``place``, and wait for those that the call needs.
+
+        Statements that do so are added to the code.
+        """
         for move in sorted(moves, key=lambda m: m.wait):
             if move.prefetch == place:
                 self._prefetch(move)
@@ -257,11 +263,11 @@ class _GraphWriter:
         return self._number(slot_name(move.storage), self._travel.offsets[move.storage])
 
     def _number(self, name: str, value: int) -> int:
-        """Return ``value``, with a name if the code follows the sizes of the step."""
+        """Return ``value``; if the code follows the sizes of the step, as the symbol ``name``."""
         return Size.named(name, value) if self._line.joint.sizes else value
 
     def _value_name(self, node: fx.Node) -> str:
-        """Return a name that says whether ``node`` is a boundary (``x``) or kept by a stage."""
+        """Return a name for ``node``: with prefix ``x`` for a boundary, ``kept`` if it is saved."""
         stage = self._line.stage_of.get(node)
         match self._line.role_of[node]:
             case Role.BOUNDARY:
@@ -272,7 +278,7 @@ class _GraphWriter:
                 return node.name
 
     def _made(self, node: fx.Node) -> Variable:
-        """Return a new variable for ``node``; only values of the call's own stage share a list."""
+        """Return a new variable for ``node``; only tensors that one stage saves share a list."""
         saved = self._line.role_of[node] is Role.SAVED
         value = self._values[node] = Variable(
             self._body.named(self._value_name(node), node),
@@ -281,7 +287,7 @@ class _GraphWriter:
         return value
 
     def call(self, call: Call, peak_bytes: int) -> None:
-        """Add a call, and a variable for each of its results."""
+        """Add a statement that runs ``call``, and a variable for each of its results."""
         block = call.block
         module = self._modules.of(block, self._line)
         arguments = [self._variable(node) for node in block.inputs]
@@ -322,7 +328,11 @@ class _GraphWriter:
         return ", ".join(parts)
 
     def finish(self, results: Iterable[object]) -> Emitted:
-        """Return ``results``: nodes, variables, or numbers."""
+        """Add a statement that returns ``results``, and return the code.
+
+        Args:
+            results: nodes, variables, or numbers.
+        """
         values = [self._variable(x) if isinstance(x, fx.Node) else x for x in results]
         self._body.statements.append(Statement(RETURN, values))
         return emitted(self._body)

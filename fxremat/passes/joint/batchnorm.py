@@ -35,9 +35,9 @@ DEFAULT_SLOPE = 0.01
 
 
 def drop_running_statistics(graph: fx.Graph) -> None:
-    """Let backwards in training mode read no running statistics, which they do not use.
+    """Remove running statistics from the arguments of BatchNorm backwards in training mode.
 
-    ``graph`` is changed.
+    They do not use them. ``graph`` is changed.
     """
     for node in graph.find_nodes(
         op="call_function", target=aten.native_batch_norm_backward.default
@@ -48,27 +48,30 @@ def drop_running_statistics(graph: fx.Graph) -> None:
 
 
 def updates_statistics(node: fx.Node) -> bool:
-    """Return whether ``node`` normalizes by the batch and returns new running statistics."""
+    """Return whether ``node`` is a BatchNorm in training mode with running statistics to update."""
     return node.target is FUNCTIONAL and node.args[5] is True
 
 
 def reads_for_value(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return what the normalized values of a norm that updates statistics depend on."""
+    """Return the input, weight and bias of ``node``, a BatchNorm that updates running statistics.
+
+    The normalized values depend on these nodes only. A weight or bias of ``None`` is left out.
+    """
     return tuple(n for n in node.args[:3] if isinstance(n, fx.Node))
 
 
 def stateless_arguments(node: fx.Node) -> tuple[object, ...]:
-    """Return the arguments with which :data:`STATELESS` gives the normalized values of a norm.
+    """Return arguments with which :data:`STATELESS` computes the normalized values of ``node``.
 
     Args:
-        node: a norm that updates statistics.
+        node: a BatchNorm that updates running statistics.
     """
     x, weight, bias, _mean, _var, train, momentum, eps = node.args
     return (x, weight, bias, train, momentum, eps)
 
 
 def is_new_statistic(node: fx.Node) -> bool:
-    """Return whether ``node`` is a new running mean or variance."""
+    """Return whether ``node`` picks the new running mean or variance from a BatchNorm."""
     if not is_getitem(node):
         return False
     (source,), index = node.all_input_nodes, node.args[1]
@@ -76,9 +79,10 @@ def is_new_statistic(node: fx.Node) -> bool:
 
 
 def read_results(graph: fx.Graph) -> None:
-    """Let backwards of leaky ReLUs read the result instead of the input; ``graph`` is changed.
+    """Make backwards of leaky ReLUs with a positive slope read the output instead of the input.
 
-    Bits stay the same: only the sign is used, which a positive slope does not change.
+    ``graph`` is changed. Gradients keep their bits: only the sign is used, which is the same in
+    both.
     """
     for node in graph.find_nodes(op="call_function", target=aten.leaky_relu_backward.default):
         gradient, source = node.all_input_nodes
@@ -89,12 +93,12 @@ def read_results(graph: fx.Graph) -> None:
 
 
 def rebuild_norm_inputs(graph: fx.Graph) -> None:
-    """Let backwards of BatchNorms read an input that is rebuilt from the output of the activation.
+    """Make BatchNorm backwards read an input rebuilt from the output of the leaky ReLU after it.
 
     ``graph`` is changed.
 
     Requires: backwards of leaky ReLUs read results (:func:`read_results`).
-    Ensures: results of the forward keep their bits; gradients may round otherwise.
+    Ensures: results of the forward keep their bits; gradients may round differently.
     """
     for pair in list(_norms_to_undo(graph)):
         scale_and_shift = pair.norm.args[1:3]
@@ -109,13 +113,13 @@ def rebuild_norm_inputs(graph: fx.Graph) -> None:
 
 
 def is_inverse(node: fx.Node) -> bool:
-    """Return whether ``node`` rebuilds the input of a norm, which only backwards read."""
+    """Return whether ``node`` rebuilds the input of a BatchNorm, which only backwards read."""
     return node.target is INVERSE
 
 
 @dataclass(frozen=True, slots=True)
 class _NormAndActivation:
-    """A norm, the leaky ReLU that is the only reader of its result, and backwards of the norm."""
+    """A BatchNorm, the leaky ReLU that alone reads its result, and backwards of the BatchNorm."""
 
     source: fx.Node
     norm: fx.Node

@@ -46,8 +46,7 @@ def build_joint_graph(
         mutated_primals: indices of the primals that the forward mutates.
         exact: compute every value as it was traced. Otherwise inputs of norms may be rebuilt from
             outputs, see :mod:`fxremat.passes.joint.batchnorm`.
-        shared: let one operation stand for equal ones also where the result is large and kept for
-            the backward.
+        shared: also merge equal operations whose result is large, if it is kept for the backward.
         sizes: the symbols that the graph follows; ``module`` has numbers in their place.
         can_replace: returns whether ``is_causal`` can replace a mask of attention. No mask is
             replaced where this is ``None``, or where the graph follows symbols: a mask may be
@@ -97,11 +96,12 @@ def build_joint_graph(
 
 
 def rebuilt(joint: JointGraph, module: fx.GraphModule) -> JointGraph:
-    """Classify ``module``, which was made from ``joint`` and has the same inputs and results.
+    """Return the joint graph of ``module``, which a pass made from the graph of ``joint``.
 
     Args:
-        joint: the graph before the change.
-        module: the graph after it. Values are moved to the operation that returns them.
+        joint: the joint graph before the pass.
+        module: the graph after it, with the same inputs and results. Its ``getitem`` nodes, and
+            waits for collectives, are moved directly after the operation that they belong to.
 
     Raises:
         GraphError: the graph is not what :func:`build_joint_graph` ensures.
@@ -115,7 +115,7 @@ def rebuilt(joint: JointGraph, module: fx.GraphModule) -> JointGraph:
 
 
 def _check_collectives(graph: fx.Graph) -> None:
-    """Refuse collectives that have no local stand-in to be measured by."""
+    """Raise ``CaptureError`` for a collective without a local stand-in that can be measured."""
     for node in graph.nodes:
         if torch_compat.is_collective(node) and torch_compat.alone(node.target) is None:
             raise CaptureError(
@@ -128,7 +128,10 @@ def _check_collectives(graph: fx.Graph) -> None:
 
 
 def _drop_opaque_gradients(graph: fx.Graph, forward_output_count: int) -> None:
-    """Drop results of the backward that are no tensors, such as a mesh; the caller has them."""
+    """Make ``graph`` return ``None`` in place of gradients that are no tensors, such as a mesh.
+
+    The caller of the backward has these objects already.
+    """
     output = graph.output_node()
     results = _flat(output.args[0])
     gradients = [
@@ -139,7 +142,7 @@ def _drop_opaque_gradients(graph: fx.Graph, forward_output_count: int) -> None:
 
 
 def _check_flat(module: fx.GraphModule) -> None:
-    """Refuse control flow: the memory of a graph inside a node is unknown."""
+    """Raise ``CaptureError`` if a node runs a nested graph, whose memory is unknown."""
     for node in module.graph.find_nodes(op="get_attr"):
         value = operator.attrgetter(str(node.target))(module)
         if isinstance(value, fx.GraphModule):
@@ -153,7 +156,10 @@ def _check_flat(module: fx.GraphModule) -> None:
 
 
 def _erase_detach(graph: fx.Graph) -> None:
-    """Replace detached tensors by their source, so that both are in one stage."""
+    """Erase each ``detach``; what read its result reads its input instead.
+
+    So both tensors are in one stage.
+    """
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
@@ -161,9 +167,10 @@ def _erase_detach(graph: fx.Graph) -> None:
 
 
 def _gather_operations(graph: fx.Graph) -> None:
-    """Move the values of an operation, and waits for it, directly after it.
+    """Move the ``getitem`` nodes of an operation, and waits for it, directly after it.
 
-    A wait for a collective returns the result itself, so it gets a view of that as its value.
+    A wait for a collective returns the result of the collective itself, so its traced value becomes
+    a view of that result.
     """
     for node in list(graph.nodes):
         for value in reversed(values_of(node)):
@@ -187,10 +194,10 @@ def _eliminate_dead_code(graph: fx.Graph) -> None:
 def _keep_old_values(
     graph: fx.Graph, forward_output_count: int, mutated_primals: Sequence[int]
 ) -> None:
-    """Copy the primals whose old value may be read again after the forward has replaced it.
+    """Insert a copy of each primal whose old value may be read after the forward has replaced it.
 
-    Two kinds of readers need no copy. One that leads only to outputs runs once, and BatchNorm is
-    recomputed without its statistics.
+    Two kinds of readers need no copy: operations that only lead to outputs of the forward, which
+    run once, and BatchNorms, which are recomputed without their running statistics.
     """
     primals = [n for n in graph.nodes if n.op == "placeholder" and not torch_compat.is_tangent(n)]
     once = _only_for_outputs(graph, forward_output_count)
@@ -210,7 +217,7 @@ def _keep_old_values(
 
 
 def _only_for_outputs(graph: fx.Graph, forward_output_count: int) -> set[fx.Node]:
-    """Return outputs of the forward, and operations that only such outputs depend on."""
+    """Return outputs of the forward, and nodes that are read only on the way to these."""
     outputs = set(_flat(graph.output_node().args[0])[:forward_output_count])
     once: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -222,10 +229,10 @@ def _only_for_outputs(graph: fx.Graph, forward_output_count: int) -> set[fx.Node
 def _merge_duplicates(joint: JointGraph, *, shared: bool) -> None:
     """Replace equal forward operations, such as a mask for each layer, by the first of them.
 
-    They give the same bits. One replaces another where that takes no memory: where the result is a
-    view, takes a few bytes, or, with ``shared``, is kept for the backward anyway. The graph of
-    ``joint`` is changed; every tensor in it keeps its bits, and no result becomes an alias of
-    another.
+    Equal operations give the same bits. They are merged only where that takes no memory: where the
+    result is a view, takes at most :data:`SMALL_BYTES`, or, with ``shared``, is kept for the
+    backward anyway. The graph of ``joint`` is changed; every tensor in it keeps its bits, and no
+    result becomes an alias of another.
     """
     table = joint.storages
     given = table.of(joint.given)
@@ -303,9 +310,10 @@ def _flat(value: object) -> list[object]:
 def _backward_nodes(
     graph: fx.Graph, tangents: Sequence[fx.Node], forward_outputs: Sequence[object]
 ) -> set[fx.Node]:
-    """Return operations that depend on a tangent, or were traced while differentiating.
+    """Return the operations of the backward.
 
-    An operation of the latter kind that an output of the forward needs is of the forward.
+    These depend on a tangent, or were traced while autograd differentiated. One of the latter that
+    an output of the forward depends on is of the forward instead.
     """
     for_outputs = {n for n in forward_outputs if isinstance(n, fx.Node)}
     for node in reversed(graph.nodes):

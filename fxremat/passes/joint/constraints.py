@@ -61,11 +61,11 @@ the decision to the planner.
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a plan has to do with the results of an operation.
+    """What every plan must do with the results of an operation.
 
     Attributes:
-        answer: what it has to do.
-        by: who decides so.
+        answer: to keep, recompute or offload them.
+        by: who decides so: the policy, or a tag in the model.
         operation: the name of the operation in the captured graph.
     """
 
@@ -75,19 +75,20 @@ class Constraint:
 
 
 def constrain(module: fx.GraphModule, policy: Policy | None, *, travels: bool) -> None:
-    """Mark the forward operations of a captured graph that a policy, or a tag, decides about.
+    """Set a :class:`Constraint` on each forward operation that a policy or a tag decides about.
 
-    A policy's answer goes before a tag. Operations whose results lie in the memory of what they
-    read are not asked about: nothing is saved for them.
+    The policy's answer takes precedence over a tag. The policy is not asked about operations whose
+    results are views of their inputs: nothing is saved for them.
 
     Args:
         module: the captured graph, at the sizes of the capture. The metadata of its nodes changes.
-        policy: is asked once for each operation; ``None``: only tags count.
-        travels: whether storages may travel to host memory.
+        policy: is called once for each operation; ``None``: only tags count.
+        travels: whether storages may be offloaded to host memory.
 
     Raises:
-        ArgumentError: the policy fails, or gives no answer; something is to be offloaded and
-            nothing ``travels``; an operation is to be recomputed that has other results then.
+        ArgumentError: the policy fails, or returns something else than an :data:`Answer` or
+            ``None``; an operation is to be offloaded though ``travels`` is false, or to be
+            recomputed though a second run may give other bits.
     """
     if policy is None and not any(map(torch_compat.checkpoint_tag, module.graph.nodes)):
         return
@@ -107,7 +108,7 @@ def constrain(module: fx.GraphModule, policy: Policy | None, *, travels: bool) -
 
 
 def unconstrained(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a captured graph in which the planner decides about all operations."""
+    """Return a copy of a captured graph without constraints: the planner decides everything."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.output_node().meta = dict(module.graph.output_node().meta)
@@ -117,13 +118,13 @@ def unconstrained(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def constraint_of(node: fx.Node) -> Constraint | None:
-    """Return what a plan has to do with the results of ``node``; ``None``: what it chooses."""
+    """Return the :class:`Constraint` of ``node``; ``None`` if the planner decides about it."""
     found: Constraint | None = node.meta.get(CONSTRAINT)
     return found
 
 
 def constrained_storages(joint: JointGraph, *answers: Answer) -> frozenset[int]:
-    """Return the storages that the forward makes and that have one of these constraints."""
+    """Return ids of storages that forward operations constrained to one of ``answers`` allocate."""
     found: set[int] = set()
     for node in joint.forward:
         own = constraint_of(node)
@@ -134,19 +135,19 @@ def constrained_storages(joint: JointGraph, *answers: Answer) -> frozenset[int]:
 
 
 def may_run_again(node: fx.Node) -> bool:
-    """Return whether no constraint forbids to compute ``node`` a second time."""
+    """Return whether no constraint forbids to recompute ``node``, by keeping or offloading it."""
     found = constraint_of(node)
     return found is None or found.answer == "recompute"
 
 
 def describe(module: fx.GraphModule) -> tuple[str, ...]:
-    """Return the constraints of a graph, for comparison with another one's."""
+    """Return a text such as ``mm_1 keep`` for each constrained operation, to compare graphs by."""
     marked = ((node, constraint_of(node)) for node in module.graph.nodes if not is_getitem(node))
     return tuple(f"{node.name} {own.answer}" for node, own in marked if own is not None)
 
 
 def _forward_operations(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[torch.Tensor]]]:
-    """Yield forward operations, and the results of each that do not lie in what it reads.
+    """Yield each forward operation that allocates memory, with its results that are not views.
 
     Nodes without a traced value are left out: the pass that builds the graph refuses them.
     """
@@ -197,7 +198,14 @@ def _answer(policy: Policy, asked: Operation) -> Answer | None:
 
 
 def _check(found: Constraint, asked: Operation, node: fx.Node, *, travels: bool) -> None:
-    """Raise ``ArgumentError`` where a constraint cannot be met, whatever the plan."""
+    """Raise ``ArgumentError`` if no plan can meet the constraint ``found`` of ``node``.
+
+    Args:
+        found: the constraint.
+        asked: ``node`` as it was passed to the policy; it is named in the error.
+        node: the operation.
+        travels: whether storages may be offloaded to host memory.
+    """
     who = "policy=" if found.by == "policy" else "a tag of selective checkpointing"
     if found.answer == "offload" and not travels:
         raise ArgumentError(

@@ -17,7 +17,7 @@ from fxremat.passes.joint.sizes import LAYOUTS, Following, Layout
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """What is equal for two traces of the same step.
+    """Digests of a traced step: two traces of the same step have the same, in any process.
 
     Attributes:
         operations: digest of the operations and their data flow.
@@ -35,7 +35,7 @@ class Digests:
 def digest(
     module: fx.GraphModule, *, forward_output_count: int, mutated_primals: Sequence[int]
 ) -> Digests:
-    """Digest a joint graph as AOTAutograd traced it.
+    """Return the digests of a joint graph as AOTAutograd traced it.
 
     Args:
         module: the joint graph.
@@ -58,7 +58,7 @@ def digest(
 
 
 def structure_digest(module: fx.GraphModule) -> str:
-    """Digest a graph, and graphs that it calls, equally for all shards of a step.
+    """Return a digest of a graph, and of graphs that it calls, that all shards of a step share.
 
     The digest depends on sizes, dtypes, strides, storages, dimensions, floats, and all arguments of
     collectives. It does not depend on integers that an operation computes with or that say which
@@ -68,7 +68,7 @@ def structure_digest(module: fx.GraphModule) -> str:
 
 
 def _lines(writer: _Writer, module: fx.GraphModule) -> Iterator[str]:
-    """Yield a line for each node, and a digest of each graph that one calls."""
+    """Yield the text of each node, and a digest of each graph that one calls."""
     for node in module.graph.nodes:
         _edges, whole = writer.line(node)
         yield whole
@@ -82,10 +82,11 @@ def _sum(lines: Iterable[str]) -> str:
 
 
 class _Writer:
-    """Writes nodes as text, with nodes, storages, devices and groups numbered in order.
+    """Writes nodes as text, with nodes, storages, devices and process groups numbered in order.
 
     Args:
-        parts: write all integers and names; otherwise those of :func:`structure_digest`.
+        parts: write all integers and names; otherwise leave out what :func:`structure_digest` does
+            not depend on.
     """
 
     def __init__(self, *, parts: bool = True) -> None:
@@ -97,7 +98,7 @@ class _Writer:
         return numbers.setdefault(item, len(numbers))
 
     def line(self, node: fx.Node) -> tuple[str, str]:
-        """Return operation and sources of ``node`` as text, and everything about it as text."""
+        """Return two texts for ``node``: its operation and inputs; and everything about it."""
         self._number("node", node)
         target = target_name(node.target) if node.op == "call_function" else node.op
         sources = [self._number("node", source) for source in node.all_input_nodes]
@@ -117,7 +118,10 @@ class _Writer:
         return f"{target} {sources}", repr(whole)
 
     def _portable(self, node: fx.Node, arguments: Any) -> Any:
-        """Return arguments with numbers for devices and groups, whose names differ by process."""
+        """Return ``arguments`` with numbers in place of devices and process groups.
+
+        The names of these differ between processes.
+        """
         group = torch_compat.group_of(node)
 
         def numbered(value: object) -> object:
@@ -171,7 +175,7 @@ def written(
     node: Callable[[fx.Node], str],
     tensor: Callable[[torch.Tensor], str] = repr,
 ) -> str:
-    """Write an argument or a value of an operation as text.
+    """Return an argument or a value of an operation as text.
 
     1, 1.0 and True are written differently, and so are 0.0 and -0.0.
 

@@ -34,7 +34,7 @@ from fxremat.passes.joint.sizes import (
 
 
 def fix_sizes(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
-    """Return a joint graph at the sizes of its capture, and its symbols.
+    """Return a joint graph with numbers in place of symbolic sizes, and the symbols.
 
     Args:
         module: AOTAutograd's joint graph; it is not changed.
@@ -63,8 +63,9 @@ def fix_sizes(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
 
 
 def placed_on(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """Return a copy of a graph without symbols whose dense tensors are on ``device``.
+    """Return a copy of a graph whose dense traced tensors are on ``device``.
 
+    Requires: no size is a symbol.
     Ensures: views share storages as before.
     """
 
@@ -83,7 +84,7 @@ def placed_on(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
 
 
 def _symbols(*numbers: int | torch.SymInt) -> set[Any]:
-    """Return the symbols in ``numbers``."""
+    """Return the sympy symbols in the expressions of ``numbers``."""
     symbolic = (n for n in numbers if isinstance(n, torch.SymInt))
     return set().union(*(torch_compat.expression_of(n)[0].free_symbols for n in symbolic))
 
@@ -94,7 +95,7 @@ def _items(node: fx.Node) -> Iterator[object]:
 
 
 def is_symbolic(node: fx.Node) -> bool:
-    """Return whether ``node`` returns a symbol, or a tensor with a size that is one."""
+    """Return whether ``node`` returns a symbolic number, or a tensor with a symbolic size."""
     for item in _items(node):
         if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return True
@@ -104,9 +105,9 @@ def is_symbolic(node: fx.Node) -> bool:
 
 
 def _maker(number: torch.SymInt, node: fx.Node) -> fx.Node:
-    """Return the first operation with a result of this size.
+    """Return the first operation with a result that has ``number`` as a size.
 
-    Returns ``node``, which has that size as well, if there is none: it may be a tangent.
+    If there is none, returns ``node``, which has that size as well: it may be a tangent.
     """
     nodes: Iterable[fx.Node] = node.graph.nodes
     for other in nodes:
@@ -132,7 +133,10 @@ OPERATORS: Mapping[object, str] = {
 
 @dataclass(slots=True)
 class _Copier:
-    """Copies nodes with numbers in place of symbols, which are named in the order of their use."""
+    """Copies nodes with numbers in place of symbolic sizes.
+
+    Symbols are named in the order of their first use.
+    """
 
     copied: dict[fx.Node, Any] = field(default_factory=dict)
     names: dict[Any, Any] = field(default_factory=dict)
@@ -167,7 +171,7 @@ class _Copier:
             lay(new, [self._layout(t, node) for t in tensors], self.storages)
 
     def _layout(self, tensor: torch.Tensor, node: fx.Node) -> Layout:
-        """Return the layout of a tensor.
+        """Return the layout of ``tensor``, with a :class:`Size` for each number that is symbolic.
 
         An input may be a view of a tensor whose sizes do not follow from the arguments of the
         forward. If it is all of that tensor in the capture, it is assumed to be all of it at every
@@ -186,7 +190,7 @@ class _Copier:
         )
 
     def _number(self, number: Any, node: fx.Node) -> float:
-        """Return a number that a node computes, at the sizes of the capture."""
+        """Return the symbolic ``number`` that ``node`` computes as a ``Size`` or a ``Scale``."""
         if isinstance(number, torch.SymInt):
             return self._size(number, node)
         if isinstance(number, torch.SymFloat) and node.target in OPERATORS and not node.kwargs:
@@ -202,7 +206,7 @@ class _Copier:
         )
 
     def _size(self, number: Any, node: fx.Node) -> int:
-        """Return ``number`` at the sizes of the capture: a :class:`Size` if it is a symbol."""
+        """Return ``number`` itself, or, if it is symbolic, its :class:`Size`."""
         if isinstance(number, int):
             return number
         if torch_compat.is_nested_size(number):
@@ -223,7 +227,13 @@ class _Copier:
         return self.numbers[expression]
 
     def _named(self, number: torch.SymInt, expression: Any, hint: int) -> int:
-        """Return the number as a :class:`Size`; symbols that are new to the graph get a name."""
+        """Return ``number`` as a :class:`Size`, and give a name to each symbol that has none yet.
+
+        Args:
+            number: the symbolic number.
+            expression: its sympy expression. If that has no symbols, the hint is returned.
+            hint: its value at the capture.
+        """
         if not expression.free_symbols:
             return hint
         for traced in sorted(expression.free_symbols, key=str):
@@ -236,7 +246,10 @@ class _Copier:
         return Size(hint, expression.xreplace(self.names), self.hints)
 
     def sizes(self, primals: Sequence[fx.Node]) -> Sizes:
-        """Return the symbols, and the dimensions of inputs that give their values.
+        """Return the symbols of the copied graph, and the input dimension that gives each.
+
+        Args:
+            primals: the copied placeholders of the forward.
 
         Raises:
             SizesError: a symbol is not the size of an input.

@@ -44,7 +44,7 @@ class StorageTable:
         return sum(self.nbytes[i] for i in set(ids))
 
     def of(self, nodes: Iterable[fx.Node]) -> frozenset[int]:
-        """Return the storages of what ``nodes`` return."""
+        """Return the ids of the storages that the results of ``nodes`` are in."""
         return frozenset(i for node in nodes for i in self.of_node[node])
 
     def is_view(self, node: fx.Node) -> bool:
@@ -126,9 +126,10 @@ class JointGraph:
             object.__setattr__(self, name, value)
 
     def is_old_value(self, node: fx.Node) -> bool:
-        """Return whether ``node`` copies a value that may have changed when it could be read again.
+        """Return whether ``node`` copies a value that may have changed when it is read again.
 
-        That is the value of a primal that the forward mutates, or of an expected gradient.
+        That is the value of a primal that the forward mutates, or a gradient that is expected
+        because the step before had it. Such a node must not be recomputed.
         """
         copies = torch_compat.is_clone(node) and node.args[0] in self.mutated
         return copies or isinstance(node.target, Expected)
@@ -140,24 +141,24 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Return whether ``node`` picks one value of an operation with several."""
+    """Return whether ``node`` picks one result of an operation with several, by ``getitem``."""
     return node.target is operator.getitem
 
 
 def values_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that pick a value of ``node``, an operation with several."""
+    """Return the ``getitem`` nodes that pick a result of ``node``, if it has several."""
     return [user for user in node.users if is_getitem(user)]
 
 
 def operation_of(node: fx.Node) -> fx.Node:
-    """Return the operation whose value ``node`` picks, or that it waits for; otherwise ``node``."""
+    """Return the operation whose result ``node`` picks or waits for; otherwise ``node`` itself."""
     if torch_compat.is_wait(node):
         return torch_compat.awaited(node)
     return node.all_input_nodes[0] if is_getitem(node) else node
 
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
-    """Return the fake tensors that ``node`` returns, in order.
+    """Yield the fake tensors that ``node`` returns, in order.
 
     Raises:
         GraphError: the node was traced without a value.
@@ -173,7 +174,10 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def copy_origin(source: fx.Node, target: fx.Node) -> None:
-    """Copy from ``source`` to ``target`` which code, and which phase of autograd, it is from."""
+    """Copy the metadata that says which code and phase of autograd ``source`` is from.
+
+    ``target`` is changed.
+    """
     for key in ("seq_nr", "partitioner_tag", "stack_trace", "nn_module_stack"):
         if key in source.meta:
             target.meta[key] = source.meta[key]
@@ -185,7 +189,7 @@ def add_call(
     values: Mapping[fx.Node, fx.Node],
     name: str | None = None,
 ) -> fx.Node:
-    """Add a call to ``graph``.
+    """Add a ``call_function`` node at the end of ``graph``, and return it.
 
     Args:
         graph: it is changed.
@@ -200,7 +204,7 @@ def add_call(
 
 
 def fake_result(call: tuple[Any, Any, Any], mode: Any) -> Any:
-    """Return what a call returns, without data, for the fake values of nodes among its arguments.
+    """Return the fake result of a call, computed from the fake values of nodes in its arguments.
 
     Args:
         call: function, arguments and keywords.
@@ -224,7 +228,7 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 
 def replace_tensors(graph: fx.Graph, replaced: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace each tensor that a node returns by ``replaced`` of it; ``graph`` is changed."""
+    """Replace each fake tensor ``t`` that a node of ``graph`` returns by ``replaced(t)``."""
     for node in graph.nodes:
         if node.op != "output" and "val" in node.meta:
             node.meta["val"] = pytree.tree_map_only(torch.Tensor, replaced, node.meta["val"])
@@ -245,12 +249,12 @@ def allocated_bytes(nbytes: int, device: torch.device) -> int:
 
 
 def granule_of(device: torch.device) -> int:
-    """Return the bytes that the allocator of ``device`` rounds requests up to a multiple of."""
+    """Return the bytes of which the allocator of ``device`` rounds requests up to a multiple."""
     return 512 if device.type == "cuda" else 1
 
 
 def build_storage_table(graph: fx.Graph) -> StorageTable:
-    """Group the tensors of ``graph`` by storage.
+    """Return the storages of the tensors of ``graph``, with the nodes that own and read each.
 
     Requires: every node but the output carries the fake value of its trace.
     Ensures: every tensor is in exactly one storage; views share that of their base.

@@ -28,11 +28,11 @@ It is given the operation, its arguments and its keywords, with tensors without 
 
 
 def as_kernels_leave(module: fx.GraphModule, left: Left) -> fx.GraphModule:
-    """Give each tensor of a joint graph the layout in which its kernel leaves it.
+    """Return a joint graph whose traced tensors have the layouts in which kernels leave them.
 
     Args:
         module: the joint graph; it is not changed.
-        left: returns how the kernel of an operation leaves its results.
+        left: returns how the kernel of an operation leaves its results, see :data:`Left`.
 
     Ensures: inputs keep their layouts; views share storages as before.
 
@@ -64,10 +64,10 @@ def as_kernels_leave(module: fx.GraphModule, left: Left) -> fx.GraphModule:
 
 
 def _traced_again(node: fx.Node, mode: Any) -> Any:
-    """Return what ``node`` returns, without data, for arguments whose layouts have changed.
+    """Return the fake result of ``node``, traced again because layouts of its arguments changed.
 
-    A ``view`` that its argument does not have in the new layout becomes a view of a copy, as
-    ``reshape`` makes it.
+    A ``view`` that does not exist in the new layout becomes a view of a copy, as ``reshape`` makes
+    it; the copy is added to the graph.
     """
     try:
         return fake_result((node.target, node.args, node.kwargs), mode)
@@ -85,7 +85,10 @@ def _traced_again(node: fx.Node, mode: Any) -> Any:
 
 
 def _as_left(node: fx.Node, value: Any, left: Left, mode: Any) -> Any:
-    """Return ``value``, which ``node`` returns without data, as the kernel leaves it."""
+    """Return ``value``, the fake result of ``node``, in the layouts in which the kernel leaves it.
+
+    Returns ``value`` itself where they are as traced.
+    """
     if not isinstance(node.target, torch._ops.OpOverload):
         return value
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -109,7 +112,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _relaid(tensor: torch.Tensor, layout: Layout, mode: Any) -> torch.Tensor:
-    """Return ``tensor`` if it has this layout, otherwise one that has, in a new storage.
+    """Return ``tensor`` if it has ``layout``, otherwise a fake tensor that has, in a new storage.
 
     Raises:
         ValueError: sizes are symbols, and the strides are not those of a dense tensor.

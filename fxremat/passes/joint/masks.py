@@ -27,7 +27,7 @@ CanReplace = Callable[[fx.Node], bool]
 
 
 def replace_causal_masks(graph: fx.Graph, can_replace: CanReplace) -> None:
-    """Replace masks of attention by ``is_causal`` where ``can_replace`` allows it.
+    """Replace masks of attention by ``is_causal=True`` where ``can_replace`` returns true.
 
     ``graph`` is changed. Nodes with dropout, or with ``is_causal`` already, stay as they are.
     """
@@ -42,5 +42,10 @@ def replace_causal_masks(graph: fx.Graph, can_replace: CanReplace) -> None:
 
 
 def causal_arguments(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments ``args`` of one of :data:`IS_CAUSAL` with ``is_causal`` set."""
+    """Return ``args``, positional arguments of ``operation``, with ``is_causal`` set to ``True``.
+
+    Args:
+        operation: one of :data:`IS_CAUSAL`.
+        args: its arguments, with or without ``dropout_p`` and ``is_causal``.
+    """
     return (*(*args, 0.0)[: IS_CAUSAL[operation]], True)

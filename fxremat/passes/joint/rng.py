@@ -15,9 +15,13 @@ from fxremat.runtime import rng
 
 
 def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
-    """Record the state of the generator before each random draw of the forward.
+    """Add a node before each random draw of the forward that records the generator's state.
 
     ``graph`` is changed. A state that no recomputation reads is never recorded, and costs nothing.
+
+    Args:
+        graph: the joint graph.
+        forward: its forward operations.
 
     Ensures: a draw ``op(*args)`` is the call ``draw(state, device, op, *args)``.
     """
@@ -45,12 +49,12 @@ def is_draw(node: fx.Node) -> bool:
 
 
 def operation_of_draw(node: fx.Node) -> Any:
-    """Return the random operation that a node runs, with or without a recorded state."""
+    """Return the random operator that ``node`` runs, with or without a recorded state."""
     return node.args[2] if is_draw(node) else node.target
 
 
 def draws(node: fx.Node) -> bool:
-    """Return whether the first run of ``node`` advances a generator."""
+    """Return whether ``node`` draws random numbers, so that its first run advances a generator."""
     return is_draw(node) or torch_compat.draws_random_numbers(node)
 
 

@@ -41,7 +41,7 @@ Formulas = Callable[[Values], NDArray[np.int64]]
 
 
 class Following:
-    """A number that follows the sizes of a step.
+    """A number that depends on symbolic sizes.
 
     Its value as a number is that of the capture. Its text is the Python expression that computes
     it, and two such numbers are equal if their texts are, whatever their values.
@@ -67,7 +67,7 @@ class Following:
 
 
 class Size(Following, int):
-    """A whole number that follows the sizes.
+    """A whole number that depends on symbolic sizes.
 
     Attributes:
         expression: the expression, as sympy has it.
@@ -76,7 +76,7 @@ class Size(Following, int):
     expression: Any
 
     def __new__(cls, value: int, expression: Any, names: Mapping[str, int]) -> Size:
-        """Make a number.
+        """Return a whole number with the expression that computes it at other sizes.
 
         Args:
             value: at the sizes of the capture.
@@ -94,18 +94,22 @@ class Size(Following, int):
 
     @staticmethod
     def named(name: str, value: int) -> Size:
-        """Return a new symbol, whose value at other sizes is not computed from the inputs."""
+        """Return ``value`` as a number whose expression is the symbol ``name`` alone.
+
+        The value at other sizes is passed to emitted code by this name; it is not computed from
+        inputs.
+        """
         return Size(value, symbol(name), {name: value})
 
 
 class Scale(Following, float):
-    """A real number that follows the sizes, such as the inverse of a count.
+    """A real number that depends on symbolic sizes, such as the inverse of a count.
 
-    Its text has the order in which it was computed, because another order may round otherwise.
+    Its text has the order in which it was computed, because another order may round differently.
     """
 
     def __new__(cls, value: float, text: str, names: Mapping[str, int]) -> Scale:
-        """Make a number.
+        """Return a real number with the expression that computes it at other sizes.
 
         Args:
             value: at the sizes of the capture.
@@ -121,18 +125,18 @@ class Scale(Following, float):
 
 
 def symbol(name: str) -> sympy.Symbol:
-    """Return the sympy symbol of the size ``name``."""
+    """Return the sympy symbol called ``name``, which stands for a positive integer."""
     return sympy.Symbol(name, positive=True, integer=True)
 
 
 def product(factors: Iterable[int]) -> int:
-    """Return the product of numbers, some of which may follow the sizes."""
+    """Return the product of ``factors``, as a :class:`Size` if it depends on the sizes."""
     factors = list(factors)
     return _combined(math.prod(map(int, factors)), sympy.Mul, factors)
 
 
 def difference(one: int, other: int) -> int:
-    """Return the difference of two numbers, which may follow the sizes."""
+    """Return ``one - other``, as a :class:`Size` if it depends on the sizes."""
     return _combined(int(one) - int(other), lambda a, b: a - b, (one, other))
 
 
@@ -145,7 +149,7 @@ def _combined(value: int, combine: Callable[..., Any], numbers: Sequence[int]) -
 
 
 def names_in(value: object) -> dict[str, int]:
-    """Return the symbols in an argument of an operation, and their values at the capture."""
+    """Return the symbols in a number or in nested arguments, and their values at the capture."""
     names: dict[str, int] = {}
     waiting = [value]
     while waiting:
@@ -162,12 +166,22 @@ def names_in(value: object) -> dict[str, int]:
 
 
 def number_at(number: int, sizes: Mapping[str, int]) -> int:
-    """Return the value of a whole number, which may follow the sizes, at ``sizes``."""
+    """Return ``number``, which may be a :class:`Size`, as a plain integer at other sizes.
+
+    Args:
+        number: the number.
+        sizes: the value of each symbol, by name.
+    """
     return int(evaluated(number, sizes))
 
 
 def evaluated(number: Any, sizes: Mapping[str, Any]) -> Any:
-    """Return a number, which may follow the sizes, at ``sizes``, which may be symbols of torch."""
+    """Return ``number`` at other sizes; unchanged if it does not depend on any.
+
+    Args:
+        number: a :class:`Size`, a :class:`Scale`, or any other number.
+        sizes: the value of each symbol, by name. A value may be a symbol of torch.
+    """
     follows = isinstance(number, Following)
     return eval(_code(repr(number)), {**MODULES, **sizes}) if follows else number
 
@@ -179,13 +193,13 @@ def _code(text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The symbols of a step.
+    """The symbols of a step: sizes that may differ between its calls.
 
     Attributes:
         names: the name of each in emitted code; none where all sizes are the same in every call.
         hints: the value of each at the capture.
-        sources: the primal and its dimension that give the value of each. The dimension is -1
-            where the primal is the number itself.
+        sources: the primal and its dimension that give the value of each. The dimension is -1 where
+            the primal is the number itself.
         most: the largest value of each for which the graph is valid; ``None`` where any is.
         zeros: numbers that are 0 at all sizes for which the graph is valid, such as a remainder.
     """
@@ -200,17 +214,17 @@ class Sizes:
         return bool(self.names)
 
     def values(self, primals: Sequence[Any]) -> Values:
-        """Return the sizes of a call of the forward with ``primals``."""
+        """Return the value of each symbol in a call of the forward with ``primals``."""
         return tuple(
             int(primals[i] if dim < 0 else primals[i].shape[dim]) for i, dim in self.sources
         )
 
     def named(self, values: Values) -> dict[str, int]:
-        """Return ``values`` by the names of their symbols in emitted code."""
+        """Return ``values``, one for each symbol, by the names of the symbols in emitted code."""
         return dict(zip(self.names, values, strict=True))
 
     def shaping(self, nodes: Iterable[fx.Node]) -> frozenset[int]:
-        """Return the indices of symbols that the layout of a tensor of ``nodes`` follows.
+        """Return the indices of the symbols that the layouts of results of ``nodes`` depend on.
 
         Other symbols are only operands of operations.
         """
@@ -219,7 +233,10 @@ class Sizes:
         return frozenset(i for i, name in enumerate(self.names) if name in names)
 
     def formulas(self, numbers: Iterable[int]) -> Formulas:
-        """Return ``numbers`` as a function of the sizes, which evaluates each distinct one once."""
+        """Return a function that computes ``numbers`` from a value for each symbol.
+
+        It evaluates each distinct expression once.
+        """
         index: dict[str, int] = {}
         place = np.array([index.setdefault(repr(n), len(index)) for n in numbers], int)
         code = f"lambda {', '.join(self.names)}: ({''.join(f'{text}, ' for text in index)})"
@@ -229,7 +246,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a tensor in its storage. Numbers that follow the sizes are :class:`Size`.
+    """The layout of a tensor in its storage. Numbers that depend on symbolic sizes are ``Size``.
 
     Attributes:
         shape, stride, offset: in elements.
@@ -243,7 +260,7 @@ class Layout:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return all numbers of the layout."""
+        """All numbers of the layout: shape, strides, offset and bytes of the storage."""
         return (*self.shape, *self.stride, self.offset, self.storage_bytes)
 
 
@@ -270,10 +287,10 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 def lay(
     node: fx.Node, layouts: Sequence[Layout], storages: dict[int, torch.UntypedStorage]
 ) -> None:
-    """Give the tensors that ``node`` returns, which have no data, other layouts.
+    """Replace the fake tensors that ``node`` returns by ones with other layouts.
 
     Args:
-        node: its value is replaced.
+        node: its metadata is changed.
         layouts: the layout of each tensor, in order.
         storages: the new storage by the key of the old one, so that views share storages as before.
             Those that are missing are added.
@@ -293,11 +310,11 @@ def lay(
 
 
 def describe_like(node: fx.Node, source: fx.Node, value: torch.Tensor) -> None:
-    """Set the value, and the layout, of ``node``, whose shape follows the sizes as ``source`` does.
+    """Set the traced value of ``node``, which has the shape of ``source`` at any sizes.
 
     Args:
         node: its metadata is changed.
-        source: returns a tensor of the same shape.
+        source: returns a tensor of the same shape. If it carries layouts, ``node`` gets its own.
         value: what ``node`` returns, dense, in a new storage.
     """
     node.meta["val"] = value

@@ -31,7 +31,7 @@ The grid, and how descriptors are made, precede it."""
 
 
 def with_launches(module: fx.GraphModule) -> fx.GraphModule:
-    """Make a ``Launch`` of each launch of a user's kernel.
+    """Return a joint graph in which each launch of a user's Triton kernel is a ``Launch`` node.
 
     Args:
         module: the joint graph; it is not changed.
@@ -71,7 +71,7 @@ def _replace(node: fx.Node, traced: torch_compat.UserLaunch) -> None:
 
 
 def _launch(traced: torch_compat.UserLaunch) -> Launch:
-    """Return the launch of a kernel on copies of its arguments; equal launches are one object."""
+    """Return the ``Launch`` that runs a traced launch; equal launches are one object."""
     name = torch_compat.kernel_name(traced.kernel)
     lines = [torch_compat.kernel_digest(traced.kernel, traced.constants)]
     for argument, value in traced.arguments.items():
@@ -93,22 +93,24 @@ def _launch(traced: torch_compat.UserLaunch) -> Launch:
 
 
 def is_tuned(node: fx.Node) -> bool:
-    """Return whether ``node`` launches a kernel that Triton tunes at its first launch."""
+    """Return whether ``node`` launches a kernel that Triton autotunes at its first launch."""
     return isinstance(node.target, Launch) and node.target.tuned
 
 
 def runs_once(node: fx.Node) -> bool:
-    """Return whether ``node`` launches a kernel that may give other bits when it runs again."""
+    """Return whether ``node`` launches a kernel that may give other bits when it is recomputed."""
     return isinstance(node.target, Launch) and not node.target.repeatable
 
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """What a factory function fills a tensor with: a number, or an argument; with neither, nothing.
+    """What a factory function, such as ``torch.full``, sets the elements of its tensor to.
+
+    With neither attribute, it does not set them.
 
     Attributes:
-        number: the number.
-        argument: the index of the argument.
+        number: a number that is always the same.
+        argument: the index of the argument that is the number.
     """
 
     number: int | None = None
@@ -134,10 +136,10 @@ _FACTORIES: Mapping[Any, _Elements] = {
 
 
 def make_results_inside(graph: fx.Graph) -> None:
-    """Let launches make the tensors that a kernel writes to, where nothing else reads them.
+    """Make launches allocate the tensors that kernels write to, where nothing else reads them.
 
-    A user makes a tensor for the kernel to write to, and torch's operator copies it, so that two of
-    them exist while the kernel runs. ``graph`` is changed.
+    A user allocates a tensor for the kernel to write to, and torch's operator copies it, so that
+    both exist while the kernel runs. ``graph`` is changed.
 
     Requires: no size is a symbol of torch.
     Ensures: bits stay the same, except of elements that neither the user nor the kernel sets.
@@ -152,9 +154,10 @@ def make_results_inside(graph: fx.Graph) -> None:
 
 
 def _arguments_to_make(node: fx.Node, launch: Launch) -> Iterator[tuple[int, Any]]:
-    """Yield indices of arguments that ``node`` can make itself.
+    """Yield the index of each argument that the launch ``node`` can allocate itself, and how.
 
-    Each comes with shape, strides, dtype, and the number that elements are set to.
+    The second item is shape, strides, dtype, and the number that all elements are set to (``None``:
+    they are not set).
     """
     shapes = [(layout.shape, layout.stride) for layout in layouts_of(node)]
     results = dict(zip(launch.written, shapes, strict=True))
@@ -172,10 +175,10 @@ def _arguments_to_make(node: fx.Node, launch: Launch) -> Iterator[tuple[int, Any
 
 
 def _elements_of(node: fx.Node) -> tuple[Any] | None:
-    """Return the number that a factory function sets all elements of its tensor to.
+    """Return ``(number,)`` if ``node`` calls a factory function, such as ``zeros``.
 
-    The number is ``None`` where elements are not set. Returns ``None``, and no tuple, where
-    ``node`` calls no factory function with a number.
+    The number is what all elements of the tensor are set to; ``None`` where they are not set.
+    Returns ``None``, and no tuple, for other nodes, and where the number is not a constant.
     """
     if node.op != "call_function" or not is_tensor(node) or node.target not in _FACTORIES:
         return None

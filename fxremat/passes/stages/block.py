@@ -25,7 +25,7 @@ Key = tuple[object, ...]
 
 
 class Mode(Enum):
-    """How a block runs its operations."""
+    """How a block runs operations: for the first time, again, or as the backward of a stage."""
 
     FIRST = "first"
     """The first forward of a stage: it draws random numbers and updates BatchNorm statistics."""
@@ -59,7 +59,12 @@ class Block:
     again: Set[fx.Node] = frozenset()
 
     def connected(self, line: Line, wanted: Set[fx.Node]) -> Block:
-        """Return the block with its inputs, and those of ``wanted`` that it makes as outputs."""
+        """Return the block with ``inputs``, ``outputs`` and ``reads`` filled in.
+
+        Args:
+            line: the stages.
+            wanted: tensors that others read; the block returns those of them that it computes.
+        """
         inside = set(self.nodes)
         inputs = {n for node in self.nodes for n in self.sources(node) if n not in inside}
         return replace(
@@ -71,20 +76,23 @@ class Block:
 
     @property
     def operations(self) -> tuple[fx.Node, ...]:
-        """The nodes, except those that pick a value of an operation with several."""
+        """The nodes except ``getitem`` nodes, which pick a result of an operation with several."""
         return tuple(node for node in self.nodes if not is_getitem(node))
 
     def mode_of(self, node: fx.Node) -> Mode:
-        """Return how ``node``, one of the operations, runs."""
+        """Return the mode in which ``node`` runs: ``AGAIN`` if recomputed, else the block's."""
         return Mode.AGAIN if node in self.again else self.mode
 
     def sources(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """Return what ``node`` reads when it runs in this block."""
+        """Return the nodes that ``node`` reads when it runs in this block."""
         return dependencies(node, self.mode_of(node))
 
 
 def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
-    """Return what ``node`` reads when it runs in ``mode``."""
+    """Return the nodes that ``node`` reads when it runs in ``mode``.
+
+    A recomputed BatchNorm reads no running statistics, and a first random draw no recorded state.
+    """
     if mode is Mode.AGAIN and batchnorm.updates_statistics(node):
         return batchnorm.reads_for_value(node)
     if mode is Mode.FIRST and rng.is_draw(node):
@@ -93,7 +101,7 @@ def dependencies(node: fx.Node, mode: Mode) -> tuple[fx.Node, ...]:
 
 
 def extract(line: Line, stage: int, mode: Mode, outputs: Iterable[fx.Node]) -> Block:
-    """Return the smallest block of a stage that gives ``outputs``.
+    """Return the smallest block of a stage that computes ``outputs``.
 
     It is that of a schedule which keeps the saved set of the stage whole; ``planner.extract`` makes
     those of other schedules. In a backward, sums over branches are in the order of the line.
@@ -122,7 +130,10 @@ def extract(line: Line, stage: int, mode: Mode, outputs: Iterable[fx.Node]) -> B
 
 
 def _with_views(line: Line, nodes: Iterable[fx.Node], mode: Mode) -> list[fx.Node]:
-    """Return ``nodes`` with each view of a given tensor before its first reader."""
+    """Return ``nodes`` with views of given tensors inserted, each before its first reader.
+
+    A block makes the views of primals and constants that it reads by itself.
+    """
     result: dict[fx.Node, None] = {}
     for last in nodes:
         waiting = [last]
@@ -159,7 +170,7 @@ def build_graph(block: Block) -> fx.Graph:
 
 
 def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
-    """Return function, arguments and keywords of what ``node`` computes in ``mode``."""
+    """Return function, arguments and keywords of the call that runs ``node`` in ``mode``."""
     kwargs = dict(node.kwargs)
     if rng.is_draw(node):
         if mode is Mode.AGAIN:
@@ -172,7 +183,7 @@ def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
 
 
 class BlockCache:
-    """The blocks of a line; each is made once."""
+    """The blocks of a line that were asked for, each made once, and their keys."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -180,7 +191,7 @@ class BlockCache:
         self._keys: dict[int, tuple[Block, Key]] = {}
 
     def __call__(self, stage: int, mode: Mode, outputs: frozenset[fx.Node]) -> Block:
-        """Return the block of ``stage`` that gives ``outputs``; see :func:`extract`."""
+        """Return the block of ``stage`` that computes ``outputs``; see :func:`extract`."""
         key = stage, mode, outputs
         if key not in self._blocks:
             self._blocks[key] = extract(self.line, stage, mode, outputs)
@@ -194,14 +205,14 @@ class BlockCache:
         asked: NDArray[np.int64],
         nodes: tuple[fx.Node, ...],
     ) -> Block:
-        """Return the block with the operations that an evaluation chose for a call.
+        """Return the block that runs the operations ``runs``, as an evaluation of a plan chose.
 
         Args:
             stage: the index of the stage.
             mode: how the block runs.
             runs: for each operation, in order, twice its index in ``nodes``, plus 1 if it is
                 recomputed.
-            asked: the indices in ``nodes`` of the tensors that the block gives.
+            asked: the indices in ``nodes`` of the tensors that the block returns.
             nodes: all nodes; those of a forward are in its order.
         """
         key = stage, mode, runs.tobytes(), asked.tobytes()
@@ -229,7 +240,10 @@ class BlockCache:
 
 
 def tensor_key(tensor: object) -> Key:
-    """Return all that the choice of a kernel depends on: dtype, layout, storage and device."""
+    """Return the dtype, layout, storage size and device of a tensor, as a key.
+
+    The choice of a kernel depends on nothing else. The key of other objects is their ``repr``.
+    """
     if not isinstance(tensor, torch.Tensor):
         return (repr(tensor),)
     return (
@@ -243,7 +257,10 @@ def tensor_key(tensor: object) -> Key:
 
 
 def node_key(node: fx.Node, block: Block) -> Key:
-    """Return the key of an operation as ``block`` runs it."""
+    """Return a key of ``node`` as ``block`` runs it.
+
+    Operations with equal keys share a measurement.
+    """
     return _call_key(
         call_of(node, block.mode_of(node)), lambda n: repr(tensor_key(n.meta.get("val")))
     )
@@ -271,9 +288,13 @@ def block_key(block: Block, storages: StorageTable) -> Key:
 
 
 def _call_key(call: tuple[Any, Any, Any], describe: Callable[[fx.Node], str]) -> Key:
-    """Return the key of a call, with ``describe`` of each node among its arguments.
+    """Return the key of a call: the function's name, and the arguments as text.
 
     Numbers that follow the sizes are equal only if their values are, as well.
+
+    Args:
+        call: function, arguments and keywords.
+        describe: returns the text of a node among the arguments.
     """
     target, args, kwargs = call
     arguments = (args, dict(sorted(kwargs.items())))

@@ -15,13 +15,16 @@ from fxremat.passes.stages.position import Positions, Segments, gradient_free
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """The forward as branches and the trunk after them.
+    """The forward as branches and the trunk, which comes after they meet.
+
+    Segments are the trunk, and the branches, each without the branches nested in it. A segment
+    flows into the one that comes after it where branches meet.
 
     Attributes:
         forward: all forward operations: views of given tensors, then segment after segment, with
             the trunk last, each in graph order.
-        into: for each segment but the trunk the segment that it flows into.
-        segment_of: the segment of each operation that is no view of a given tensor.
+        into: for each segment but the trunk the index of the segment that it flows into.
+        segment_of: the index of the segment of each operation that is no view of a given tensor.
     """
 
     forward: tuple[fx.Node, ...]
@@ -37,7 +40,7 @@ def find_branches(
     least_share: float,
     least_operations: int,
 ) -> Iterator[Branches]:
-    """Yield ways to see the forward as a join: with nested branches, then with one level of them.
+    """Yield divisions of the forward into branches: nested ones first, then one level of them.
 
     The operations before some point of the graph divide into groups that share no activation. The
     point is the last of those at which the groups other than the largest save most bytes. Each
@@ -48,8 +51,8 @@ def find_branches(
         views: views of given tensors, which connect no groups.
         pinned: storages that are kept for the whole step. Those that carry no gradient, such as a
             mask, connect no groups either.
-        least_share: least share of all saved bytes that a branch saves; what saves less belongs
-            to the trunk.
+        least_share: least share of all saved bytes that a branch saves; what saves less belongs to
+            the trunk.
         least_operations: least number of operations of a branch.
 
     Ensures: there are at least two branches; random draws keep their order, and every operation
@@ -93,7 +96,12 @@ class _Groups:
     operations: dict[Item, int] = field(default_factory=dict)
 
     def add(self, node: fx.Node, connected: Mapping[Item, int]) -> None:
-        """Connect ``node`` with items, each of which comes with the bytes that it saves."""
+        """Merge ``node``, the items of ``connected``, and their groups into one group.
+
+        Args:
+            node: an operation.
+            connected: the bytes that each item saves for the backward.
+        """
         new_bytes = sum(n for item, n in connected.items() if item not in self.joined.parents)
         merged = {self.joined[item] for item in (node, *connected)}
         self.joined.union(node, *connected)
@@ -122,7 +130,15 @@ class _Divider:
     def divide(
         self, nodes: Sequence[fx.Node], *, nested: bool
     ) -> tuple[list[Sequence[fx.Node]], tuple[int, ...]]:
-        """Return the segments of ``nodes``, and the segment that each but the last flows into."""
+        """Return ``nodes`` as segments, and where each but the last flows into.
+
+        Segments are branches without what is nested in them, then the trunk. The second item has an
+        index of the first for each but the trunk.
+
+        Args:
+            nodes: operations in graph order.
+            nested: whether branches may divide into branches.
+        """
         *branches, trunk = self._branches_and_trunk(nodes)
         segments: list[Sequence[fx.Node]] = []
         into: list[int] = []
@@ -137,7 +153,7 @@ class _Divider:
         return [*segments, trunk], tuple(into)
 
     def _branches_and_trunk(self, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]:
-        """Return the branches of ``nodes``, if there are any, then what comes after them."""
+        """Return the nodes of each branch, if there are any, then the nodes after them."""
         groups = _Groups()
         best_bytes, point = 1, 0
         for index, node in enumerate(nodes):
@@ -159,7 +175,10 @@ class _Divider:
         return list(parts)
 
     def _add(self, node: fx.Node, groups: _Groups) -> None:
-        """Connect ``node`` with the storages that it makes and reads, except separating ones."""
+        """Put ``node`` in one group with the storages that it makes and reads.
+
+        Storages of ``separating`` are left out.
+        """
         table = self.joint.storages
         connected: dict[Item, int] = {
             storage: table.nbytes[storage] if storage in self.joint.saved else 0
@@ -171,7 +190,7 @@ class _Divider:
         groups.add(node, connected)
 
     def _heavy(self, groups: _Groups) -> dict[Item, int]:
-        """Return the groups that are large enough for a branch, with the bytes that they save."""
+        """Return the groups that are large enough for a branch, with the bytes that each saves."""
         return {
             group: nbytes
             for group, nbytes in groups.saved_bytes.items()
@@ -181,7 +200,10 @@ class _Divider:
 
 
 def _carrying_no_gradient(joint: JointGraph, pinned: frozenset[int]) -> frozenset[int]:
-    """Return storages of ``pinned`` that no gradient flows through, or that are written once."""
+    """Return those of the storages ``pinned`` that connect no branches.
+
+    No gradient flows through them, or they hold a generator's state or a new BatchNorm statistic.
+    """
     results = zip(joint.primals, joint.backward_outputs, strict=True)
     differentiable = {primal for primal, gradient in results if gradient is not None}
     carrying: set[int] = set()
@@ -198,9 +220,14 @@ def _carrying_no_gradient(joint: JointGraph, pinned: frozenset[int]) -> frozense
 def _branch_of(
     nodes: Sequence[fx.Node], groups: Mapping[Item, Item], heavy: Set[Item]
 ) -> dict[fx.Node, int]:
-    """Return the branch of each node that is in one.
+    """Return the index of the branch of each node that is in one.
 
-    A light group belongs to the first branch that reads a pinned tensor of it.
+    A group that is not in ``heavy`` belongs to the first branch that reads a pinned tensor of it.
+
+    Args:
+        nodes: the operations before the branches meet.
+        groups: the group of each node.
+        heavy: groups that are a branch each.
     """
     group_of = {node: groups[node] for node in nodes}
     branch_of: dict[Item, int] = {}
@@ -228,7 +255,7 @@ def _is_topological(nodes: Sequence[fx.Node]) -> bool:
 
 
 def place_backward(joint: JointGraph, branches: Branches, positions: Positions) -> Positions | None:
-    """Place each backward operation within the branch whose gradients it reads.
+    """Return positions at which each backward operation is in the branch whose gradients it reads.
 
     Args:
         joint: the step, with its forward in the order of ``branches``.
@@ -242,7 +269,15 @@ def place_backward(joint: JointGraph, branches: Branches, positions: Positions) 
 
 
 def are_independent(joint: JointGraph, positions: Positions, pinned: frozenset[int]) -> bool:
-    """Return whether no branch, and no sum, reads an activation of another branch."""
+    """Return whether no branch reads an unpinned activation of another branch.
+
+    This holds for the backward as well, and for sums of gradients of several branches.
+
+    Args:
+        joint: the step.
+        positions: the positions of its operations, with branches as segments.
+        pinned: storages that are kept for the whole step.
+    """
     segments = positions.segments
     for node, position in positions.forward.items():
         if pinned.issuperset(joint.storages.of_node[node]):
@@ -257,7 +292,7 @@ def are_independent(joint: JointGraph, positions: Positions, pinned: frozenset[i
 
 
 class _Placing:
-    """The state of :func:`place_backward`."""
+    """Moves backward operations into branches, for :func:`place_backward`."""
 
     def __init__(self, joint: JointGraph, branches: Branches, positions: Positions) -> None:
         self._joint = joint
@@ -297,14 +332,20 @@ class _Placing:
         return self._segments.at(self._located[node])
 
     def _move_before_readers(self, node: fx.Node) -> None:
-        """Move a node that several segments read to the segment that runs back before them."""
+        """Move a node that several segments read to the segment that all of these flow into.
+
+        The backward of that segment runs before theirs.
+        """
         readers = {self._segment_of(u) for u in node.users if u in self._located}
         if len(readers) > 1:
             first = self._segments.start(self._segments.meeting(readers))
             self._located[node] = max(self._located[node], first)
 
     def _move_into_segment(self, node: fx.Node) -> None:
-        """Move a node to the segment whose gradients it reads, or one that flows into it."""
+        """Move a node to the segment whose gradients it reads, or one that flows into it.
+
+        A node that reads gradients of several branches is recorded as a sum.
+        """
         sources = [n for n in node.all_input_nodes if n in self._located]
         owners = {self._segment_of(n) for n in sources if n not in self._sums}
         owners = owners.union(*(self._sums[n] for n in sources if n in self._sums))
@@ -317,7 +358,11 @@ class _Placing:
             self._located[node] = min(max(self._located[node], first), last)
 
     def _reads_its_path(self, node: fx.Node) -> bool:
-        """Return whether ``node`` reads only of its segment, or of those that it flows into."""
+        """Return whether ``node`` may run where it is placed.
+
+        It may read backward nodes of its segment, and of segments that this flows into. Sums may
+        read others. The result is false for random draws, which keep the order of the line.
+        """
         if rng.draws(node):
             return False  # random draws of a backward keep the order of the line
         path = self._segments.path(self._segment_of(node))

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What crosses the cut after each position.
+    """The bytes that cross the cut after each position. Each attribute has one item per position.
 
     Attributes:
         weights: bytes of unpinned storages that cross. A storage that no backward reads counts
@@ -29,8 +29,8 @@ def cut_segments(crossing: Crossing, ends: tuple[int, ...], most_stages: int) ->
 
     Args:
         crossing: what crosses each cut.
-        ends: the position after each segment but the trunk.
-        most_stages: the most stages of all segments.
+        ends: the position after each segment but the trunk. There is a cut before it in any case.
+        most_stages: the most stages of all segments together.
     """
     cuts: list[int] = []
     for first, end in pairwise((0, *ends, len(crossing.weights))):
@@ -70,7 +70,10 @@ def choose_cuts(crossing: Crossing, most_stages: int) -> list[int]:
 
 
 def _within_run(crossing: Crossing, start: int, end: int) -> list[int]:
-    """Return the cuts within a run of equal weights, from ``start`` to ``end``."""
+    """Return the positions after which to cut from ``start`` to ``end``, a run of equal weights.
+
+    These are ``end``, and positions where nothing crosses any more that crossed the cut before.
+    """
     cuts = []
     crossed_until = start
     for position in range(start, end + 1):
@@ -82,7 +85,10 @@ def _within_run(crossing: Crossing, start: int, end: int) -> list[int]:
 
 
 def _merge_smallest(cuts: list[int], saved_bytes: Sequence[int], most_stages: int) -> list[int]:
-    """Drop cuts, those between the stages that save least first, until few enough are left."""
+    """Return at most ``most_stages - 1`` of the positions ``cuts``.
+
+    Cuts between the stages that save fewest bytes together are dropped first.
+    """
     total = [0, *accumulate(saved_bytes)]
     ends = [-1, *cuts, len(saved_bytes) - 1]
     before, after = list(range(-1, len(ends) - 1)), list(range(1, len(ends) + 1))

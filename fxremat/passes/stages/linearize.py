@@ -43,7 +43,15 @@ class StageNodes:
 
 
 class Role(IntEnum):
-    """What a tensor is to the stages. Calls list their arguments in this order."""
+    """How stages hold a tensor. Blocks list their inputs in this order.
+
+    Attributes:
+        GRADIENT: a tangent, or a tensor of the backward.
+        BOUNDARY: crosses a cut between stages of the forward.
+        SAVED: any other tensor of the forward.
+        PINNED: kept for the whole step.
+        GIVEN: a primal or a constant.
+    """
 
     GRADIENT = 0
     BOUNDARY = 1
@@ -92,7 +100,7 @@ class Line:
 
     @property
     def branch_ends(self) -> tuple[int, ...]:
-        """The stage after the last of each outermost branch; none where there are no branches."""
+        """The index of the stage after each outermost branch; empty without branches."""
         return tuple(branch.stop for branch in self.segments.branches(1))
 
     @property
@@ -124,15 +132,15 @@ Lives = dict[int, range]
 
 
 def linearize(joint: JointGraph, effort: Effort) -> Line:
-    """Cut the forward into stages, as many and as large as ``effort`` says.
+    """Return ``joint`` cut into stages, as many and as large as ``effort`` says.
 
     Ensures: every forward node is in exactly one stage or is a view of a given tensor; stages have
         them in graph order, branch after branch. Every backward node belongs to a stage whose saved
         set, boundary and pinned tensors hold all forward values that it reads. No backward node
-        reads one of a lower stage, and only sums read one of another branch. Where the loss is
-        outside of the graph, only pinned tensors cross the cut before the last stage, so that a
-        schedule may hold any part of the other stages at the loss point. What a constraint keeps is
-        pinned; what a constraint recomputes is read in its stage only.
+        reads one of a lower stage, and only sums of gradients read one of another branch. Where the
+        loss is outside of the graph, only pinned tensors cross the cut before the last stage, so
+        that a schedule may hold any part of the other stages at the loss point. What a constraint
+        keeps is pinned; what a constraint recomputes is read in its stage only.
     """
     views = _views_of_given(joint)
     positions = locate(joint, views=views)
@@ -163,9 +171,10 @@ def linearize(joint: JointGraph, effort: Effort) -> Line:
 
 
 def _storage_lives(joint: JointGraph, positions: Positions) -> Lives:
-    """Return the lives of the storages that forward operations allocate.
+    """Return the positions of the cuts that each storage allocated by the forward crosses.
 
-    What is recomputed lives from its first reader on, because a backward may come before it.
+    They go from its owner to its last reader. Those of a storage that a constraint recomputes begin
+    at its first reader where that is earlier, because a backward may come before the owner.
     """
     lives: Lives = {}
     table, again = joint.storages, constrained_storages(joint, "recompute")
@@ -179,14 +188,14 @@ def _storage_lives(joint: JointGraph, positions: Positions) -> Lives:
 
 
 def _crosses(life: range, segments: Segments) -> bool:
-    """Return whether a life goes from one segment into another."""
+    """Return whether ``life``, the positions at which a storage lives, spans several segments."""
     return segments.at(life.start) != segments.at(life.stop)
 
 
 def _choose_pinned(
     joint: JointGraph, positions: Positions, lives: Lives, effort: Effort
 ) -> frozenset[int]:
-    """Return the storages to keep for the whole step.
+    """Return the ids of the storages to keep for the whole step.
 
     These are outputs, values that cannot be computed again or that a constraint keeps, values that
     the backward of an earlier stage reads, and small values that would cross many cuts.
@@ -212,7 +221,7 @@ def _choose_pinned(
 def _crossing(
     joint: JointGraph, positions: Positions, lives: Lives, pinned: frozenset[int]
 ) -> Crossing:
-    """Return what crosses the cut after each position."""
+    """Return the bytes of storages that cross the cut after each position."""
     count = positions.count
     change, reach, saved_bytes = [0] * (count + 1), [0] * count, [0] * count
     again = constrained_storages(joint, "recompute")
@@ -231,7 +240,10 @@ def _crossing(
 
 
 def _spans(life: range, segments: Segments) -> list[range]:
-    """Return the cuts that a storage crosses in its segment and those that this flows into."""
+    """Return the cuts that a storage crosses, as one range for each segment that it lives in.
+
+    These are the segment where ``life`` starts, and those that it flows into.
+    """
     spans = [life]
     for segment in segments.path(segments.at(life.start))[:-1]:
         cut = segments.ends[segment]
@@ -250,7 +262,7 @@ def _assemble(
     views: frozenset[fx.Node],
     cuts: Sequence[int],
 ) -> Line:
-    """Return the line whose stages end at the positions ``cuts``."""
+    """Return ``joint`` as a line of stages that end at the positions ``cuts``."""
     located = (*positions.forward.items(), *positions.backward.items())
     stage_of = {node: bisect_left(cuts, position) for node, position in located}
     pinned_nodes = frozenset(
@@ -321,7 +333,7 @@ def _stages(
 def _stages_of_sums(
     joint: JointGraph, positions: Positions, stage_of: Mapping[fx.Node, int]
 ) -> dict[fx.Node, frozenset[int]]:
-    """Return for each sum the stages whose backwards give what it reads."""
+    """Return, for each sum of gradients of several branches, the stages that compute its inputs."""
     stages_of: dict[fx.Node, frozenset[int]] = {}
     for node in joint.backward:
         if node in positions.sums:
@@ -333,10 +345,11 @@ def _stages_of_sums(
 
 
 def _loss_point(joint: JointGraph, stages: Sequence[StageNodes]) -> tuple[StageNodes, ...]:
-    """Return a stage without operations if the loss is outside of the graph and none ends it yet.
+    """Return a stage without operations to append to ``stages``, or nothing.
 
-    A loss inside of the graph is a scalar. Its gradient comes from outside as well, but takes no
-    memory worth a stage.
+    It stands for the loss point, and is added if the loss is outside of the graph and no such stage
+    exists yet. A loss inside of the graph is a scalar. Its gradient comes from outside as well, but
+    takes no memory worth a stage.
     """
     is_outside = any(n.meta["val"].numel() > 1 for n in joint.tangents if is_tensor(n))
     exists = not stages[-1].forward and not stages[-1].backward
@@ -344,7 +357,7 @@ def _loss_point(joint: JointGraph, stages: Sequence[StageNodes]) -> tuple[StageN
 
 
 def _views_of_given(joint: JointGraph) -> frozenset[fx.Node]:
-    """Return the operations that are views of given tensors, except outputs."""
+    """Return the operations that are views of primals or constants, except outputs."""
     views = set(joint.given)
     given = joint.storages.of(joint.given)
     results = {*joint.results, *joint.gradients}

@@ -16,7 +16,7 @@ from fxremat.passes.stages.linearize import Line
 
 
 def check_draws(line: Line, ops: Sequence[Compute]) -> None:
-    """Refuse a schedule that would draw other random numbers than the traced graph.
+    """Raise ``ScheduleError`` if a schedule would draw other random numbers than the traced graph.
 
     Args:
         line: the stages.
@@ -37,7 +37,10 @@ def check_draws(line: Line, ops: Sequence[Compute]) -> None:
 
 
 def any_order(line: Line) -> bool:
-    """Return whether branches may run for the first time in any order."""
+    """Return whether branches may run for the first time in any order.
+
+    They may not where several draw random numbers, or where one reads a pinned tensor of another.
+    """
     segments = line.segments
     if len({segments.at(stage) for stage in line.drawing} - {segments.trunk}) > 1:
         return False

@@ -38,31 +38,31 @@ class Segments:
 
     @property
     def trunk(self) -> int:
-        """The index of the last segment."""
+        """The index of the trunk, which is the last segment."""
         return len(self.ends)
 
     @property
     def depth(self) -> int:
-        """The most segments that lie between a place and the trunk; 0 without branches."""
+        """The number of levels of nested branches; 0 without branches."""
         return max(map(self._depth_of, range(self.trunk)), default=0)
 
     def at(self, place: int) -> int:
-        """Return the segment of a place."""
+        """Return the index of the segment that ``place``, an operation or a stage, is in."""
         return bisect_right(self.ends, place)
 
     def start(self, segment: int) -> int:
-        """Return the first place of a segment."""
+        """Return the first place, an operation or a stage, of a segment."""
         return self.ends[segment - 1] if segment else 0
 
     def path(self, segment: int) -> tuple[int, ...]:
-        """Return a segment and those that it flows into, up to the trunk."""
+        """Return the indices of a segment, of the one it flows into, and so on up to the trunk."""
         path = [segment]
         while path[-1] != self.trunk:
             path.append(self.into[path[-1]])
         return tuple(path)
 
     def meeting(self, segments: Iterable[int]) -> int:
-        """Return the first segment that all of ``segments`` are or flow into."""
+        """Return the index of the first segment that each of ``segments`` is or flows into."""
         first, *others = map(self.path, segments)
         return next(s for s in first if all(s in path for path in others))
 
@@ -72,7 +72,7 @@ class Segments:
         return distinct.difference(*(self.path(s)[1:] for s in distinct))
 
     def branches(self, depth: int) -> tuple[range, ...]:
-        """Return the branches of a depth, as ranges of places, without what they flow into.
+        """Return the branches at a nesting depth, each as the places before it meets others.
 
         At depth 1 these are the outermost branches, each with all segments that flow into it. At
         the greatest depth they are the segments that nothing flows into.
@@ -87,7 +87,7 @@ class Segments:
         return tuple(branches)
 
     def name_of(self, segment: int) -> str:
-        """Return the name of a segment; that of a nested branch has a number for each level."""
+        """Return the name of a segment: ``trunk``, ``branch1`` or, nested in it, ``branch1_0``."""
         if segment == self.trunk:
             return "trunk"
         numbers = []
@@ -128,7 +128,10 @@ class Positions:
 
 
 def locate(joint: JointGraph, *, views: frozenset[fx.Node] = frozenset()) -> Positions:
-    """Return the position of every node.
+    """Return the positions of all operations of ``joint``, in a line without branches.
+
+    The position of a forward operation is its index; that of a backward one is the position of the
+    forward operation that it differentiates.
 
     Args:
         joint: the step.
@@ -201,7 +204,7 @@ def _locate_backward(
 
 
 def gradient_free(joint: JointGraph) -> dict[fx.Node, None]:
-    """Return the backward nodes that depend on no gradient, such as a mask or a scale, in order."""
+    """Return the backward nodes that depend on no gradient, such as a mask, in graph order."""
     dependent = set(joint.tangents)
     free: dict[fx.Node, None] = {}
     for node in joint.backward:

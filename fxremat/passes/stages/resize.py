@@ -41,7 +41,7 @@ class _Resizer:
     made: dict[Size | Scale, Size | Scale] = field(default_factory=dict)
 
     def joint(self, joint: JointGraph) -> JointGraph:
-        """Return a copy of the whole graph."""
+        """Return a copy of ``joint`` at the new sizes."""
         graph = fx.Graph()
         for node in joint.module.graph.nodes:
             self._copy(node, graph)
@@ -54,7 +54,12 @@ class _Resizer:
         return resized
 
     def mapped(self, data: Any, **others: Any) -> Any:
-        """Return a dataclass with the nodes and sizes of the copy, and ``others`` as they are."""
+        """Return a copy of a dataclass, with nodes and sizes replaced by those of the copied graph.
+
+        Args:
+            data: the dataclass.
+            others: values of fields that are set as they are.
+        """
         names = [f.name for f in fields(data) if f.init and f.name not in others]
         return replace(data, **{n: self._value(getattr(data, n)) for n in names}, **others)
 
@@ -69,7 +74,7 @@ class _Resizer:
             lay(new, self._value(node.meta[LAYOUTS]), self.storages)
 
     def _value(self, value: Any) -> Any:
-        """Return an argument or a field with the nodes and sizes of the copy."""
+        """Return ``value`` with nodes and sizes in it replaced by those of the copied graph."""
         if isinstance(value, fx.Node):
             return self.new[value]
         if isinstance(value, (Size, Scale)):
@@ -83,7 +88,7 @@ class _Resizer:
         return self.mapped(value) if isinstance(value, (StageNodes, Layout)) else value
 
     def _number(self, old: Size | Scale) -> Size | Scale:
-        """Return a number of the copy; distinct ones are made once, because that is slow."""
+        """Return a number at the new sizes; equal ones are evaluated once, because that is slow."""
         if old not in self.made:
             number = evaluated(old, self.sizes)
             names = {name: self.sizes[name] for name in old.names}
