@@ -40,7 +40,7 @@ Roots = Mapping[fx.Node, tuple[fx.Node, ...]]
 def computed_again(
     line: Line, span: Span, kinds: Kinds, *, kept: Set[fx.Node] | None = None
 ) -> frozenset[fx.Node]:
-    """Return the forward values of ``span`` that its backward computes itself.
+    """Return the forward values of ``span`` that its backward recomputes inside of kernels.
 
     ``kept`` are values that are in memory anyway; ``None``: all that unfused operations read.
     """
@@ -74,9 +74,10 @@ def _least_kept(
     sources: Mapping[fx.Node, Set[fx.Node]],
     read: Set[fx.Node],
 ) -> set[fx.Node]:
-    """Return the values of the fewest bytes from which all of ``read`` can be computed.
+    """Return the values with the fewest bytes from which all of ``read`` can be computed.
 
-    ``sources`` has the sources of each value that is not in memory anyway.
+    ``sources`` has, for each value that is not in memory anyway, those values of the span that it
+    is computed from and that are not in memory anyway either.
     """
     table = line.joint.storages
     graph = nx.DiGraph()
@@ -99,7 +100,7 @@ def _least_kept(
 
 
 def roots_of(again: Set[fx.Node], span: Span, kinds: Kinds) -> dict[fx.Node, tuple[fx.Node, ...]]:
-    """Return what each value of ``again`` is computed from that is not in ``again`` itself."""
+    """Return, for each value of ``again``, the values outside of ``again`` that it follows from."""
     roots: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in span.forward:
         if node in again:
@@ -108,7 +109,7 @@ def roots_of(again: Set[fx.Node], span: Span, kinds: Kinds) -> dict[fx.Node, tup
 
 
 def read_by(node: fx.Node, roots: Roots, kinds: Kinds) -> dict[fx.Node, None]:
-    """Return what running ``node`` reads if it computes the values in ``roots`` itself.
+    """Return what ``node`` reads if it computes the values in ``roots`` itself, as keys of a dict.
 
     Views are replaced by what they are views of.
     """
@@ -119,7 +120,14 @@ def read_by(node: fx.Node, roots: Roots, kinds: Kinds) -> dict[fx.Node, None]:
 def sources_first(
     wanted: Iterable[fx.Node], is_inside: Callable[[fx.Node], bool]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the nodes inside that ``wanted`` depend on, in order, and what they read outside."""
+    """Return the nodes inside that ``wanted`` depend on, and the nodes outside that these read.
+
+    Args:
+        wanted: nodes, each of which is in one of the two lists itself.
+        is_inside: returns whether a node is inside. The search ends at nodes outside.
+
+    The first list is in the order in which the nodes can run.
+    """
     order: list[fx.Node] = []
     others: list[fx.Node] = []
     visited: set[fx.Node] = set()
@@ -139,7 +147,10 @@ def sources_first(
 
 
 def computed_twice(line: Line) -> fx.GraphModule:
-    """Return the graph of ``line`` in which backwards compute values that their kernels can write.
+    """Return the graph of ``line`` in which the backward computes some forward values again.
+
+    They are read by unfused operations of the backward, such as matrix products, and a kernel of
+    the same span's backward can write them in passing.
 
     Ensures: every value is computed by the same operations as before; nothing else is computed.
     """
@@ -182,10 +193,10 @@ def _writable(
     kinds: Kinds,
     gradients: Set[fx.Node],
 ) -> frozenset[fx.Node]:
-    """Return forward values that a kernel of ``span``'s backward can write before they are read.
+    """Return the forward values that a kernel of ``span``'s backward can compute and write in time.
 
-    That kernel computes gradients, reads what the value is computed from, and depends on none of
-    the value's readers.
+    That kernel reads one of ``gradients``, which are tangents and values of the backward, and what
+    the value is computed from. It depends on no unfused operation that reads the value.
     """
     kept: set[fx.Node] = set()
     readers = [n for n in span.backward if kinds[n] is Kind.ALONE]
@@ -208,7 +219,7 @@ def _writable(
 
 
 def _depending(source: fx.Node, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return those of ``nodes``, which are in order, that depend on ``source``."""
+    """Return ``source`` and all of ``nodes``, which are in order, that depend on it."""
     depending = {source}
     for node in nodes:
         if not depending.isdisjoint(node.all_input_nodes):

@@ -32,7 +32,12 @@ Sources = Callable[[fx.Node], Iterable[fx.Node]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive stages: their operations in graph order, and what crosses the cut after them."""
+    """Consecutive stages within which operations are fused.
+
+    Attributes:
+        forward, backward: their operations, in graph order.
+        leaving: tensors that cross the cut after them.
+    """
 
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
@@ -40,7 +45,7 @@ class Span:
 
 
 def spans_of(line: Line, kinds: Kinds) -> list[Span]:
-    """Return the spans of a line, in order."""
+    """Return the spans of a line in order: consecutive stages within which operations are fused."""
     order = line.order.__getitem__
     sums = line.sums  # they run with the stage that runs last
     spans, first = [], 0
@@ -58,7 +63,7 @@ def spans_of(line: Line, kinds: Kinds) -> list[Span]:
 
 
 def _cuts(line: Line, kinds: Kinds) -> list[int]:
-    """Return the stages that begin a span, except the first."""
+    """Return the indices of the stages that begin a span, except the first."""
     table = line.joint.storages
     fixed = {*line.segments.ends, len(line.stages) - 1 if line.ends_at_loss_point else 0}
     best: dict[int, tuple[int, int]] = {}
@@ -86,15 +91,15 @@ def group(
     nbytes: Callable[[fx.Node], int],
     parts: Mapping[fx.Node, int],
 ) -> list[list[fx.Node]]:
-    """Group those of ``nodes`` that fuse.
+    """Return groups of ``nodes``, each of which runs as one unit; unfused operations are in none.
 
     Args:
-        nodes: operations of one span and direction, in order.
+        nodes: operations of one span, all of the forward or all of the backward, in order.
         kinds: kinds of all operations.
         sources: returns what running a node reads, without views and recomputed values.
-        shared: returns whether readers of an input may form a unit because of it.
-        nbytes: returns the size of a value.
-        parts: the part of each node, unless it is 0; a unit has one part.
+        shared: returns whether nodes may be grouped just because they read this input.
+        nbytes: returns the bytes of a value.
+        parts: the part of each node, unless it is 0; nodes of different parts are not grouped.
     """
     levels = _Levels(nodes, kinds, sources, nbytes, parts).levels
     joined = nx.Graph()
@@ -118,10 +123,10 @@ def group(
 
 
 class _Levels:
-    """Finds the level of each operation that is no view.
+    """Finds a level for each operation that is no view; kernels contain operations of one level.
 
     It is at least that of each source, and higher if the source runs unfused or is of a higher
-    part. The levels of draws keep their order. For arguments see :func:`group`.
+    part. Random draws keep their order. For arguments see :func:`group`.
     """
 
     def __init__(
@@ -149,11 +154,14 @@ class _Levels:
         self._join_readers()
 
     def _rise(self, source: fx.Node, node: fx.Node) -> int:
-        """Return by how many levels ``node`` is above ``source`` because of their parts."""
+        """Return 1 if ``source``, which ``node`` reads, is of a higher part than it; else 0.
+
+        The level of ``node`` is higher by at least this number.
+        """
         return int(self._parts.get(source, 0) > self._parts.get(node, 0))
 
     def _lowest_levels(self) -> dict[fx.Node, int]:
-        """Return the lowest levels that are at least the floors."""
+        """Return the lowest level of each node that is not below its level in ``_floors``."""
         levels: dict[fx.Node, int] = {}
         drawn = 0
         for node in self._nodes:
@@ -165,7 +173,10 @@ class _Levels:
         return levels
 
     def _postpone(self) -> None:
-        """Compute values that only kernels of later levels read there, unless more is held."""
+        """Raise the level of values that only kernels of later levels read to the first of these.
+
+        This is not done if more bytes were held then: those that the values are computed from.
+        """
         for node in reversed(self._nodes):
             users = self._users[node]
             fusing = users and all(self._kinds[u].fuses for u in users)
@@ -182,9 +193,10 @@ class _Levels:
         self.levels = self._lowest_levels()
 
     def _join_readers(self) -> None:
-        """Compute values that depend on nothing in the span with operations that read the same.
+        """Raise the level of values that need nothing of the span to where their inputs are read.
 
-        This is done only for values that an unfused operation reads: others are with their readers.
+        Of the levels of other operations that read their inputs, it is the one where most bytes of
+        these are read. Values that no unfused operation reads are with their readers already.
         """
         for node in self._nodes:
             is_read = any(self._kinds[u] is Kind.ALONE for u in self._users[node])

@@ -17,7 +17,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class Kind(Enum):
-    """How an operation may run."""
+    """How an operation runs: in a kernel with others, by itself, or as a view or a value."""
 
     POINTWISE = "pointwise"
     """In a kernel with others. Elements are computed independently, so any kernel may repeat it."""
@@ -32,7 +32,7 @@ class Kind(Enum):
 
     @property
     def fuses(self) -> bool:
-        """Whether it can be part of a kernel with others."""
+        """Whether operations of this kind can be in a kernel with others."""
         return self in (Kind.POINTWISE, Kind.REDUCTION)
 
 
@@ -53,10 +53,10 @@ DTYPES = {
 
 
 class Part(IntEnum):
-    """Parts are never fused with each other, although they could be.
+    """Classes of operations that are never in the same kernel, although they could be.
 
     A unit runs as a whole, and each part has its own reason to be recomputed, or not to be. Within
-    a level, readers of another part's values come later.
+    a level, an operation reads no value of a higher part.
     """
 
     AGAIN = 0
@@ -75,7 +75,7 @@ Kinds = Mapping[fx.Node, Kind]
 
 
 def kinds_of(joint: JointGraph) -> dict[fx.Node, Kind]:
-    """Return the kind of each operation."""
+    """Return the :class:`Kind` of each operation of the step: how it runs."""
     kinds: dict[fx.Node, Kind] = {}
     for node in (*joint.forward, *joint.backward):
         kinds[node] = _kind(node, joint, kinds)
@@ -105,13 +105,13 @@ def _kind(node: fx.Node, joint: JointGraph, earlier: Kinds) -> Kind:
 
 
 def is_fused(node: fx.Node, kinds: Kinds) -> bool:
-    """Return whether ``node`` can be part of a kernel with others, or is a result of what can."""
+    """Return whether ``node`` can be in a kernel with others, or picks a result of what can."""
     operation = node.all_input_nodes[0] if kinds[node] is Kind.VALUE else node
     return kinds[operation].fuses
 
 
 def bases(nodes: Iterable[fx.Node], kinds: Kinds) -> Iterator[fx.Node]:
-    """Yield ``nodes``, with what views are views of in place of views."""
+    """Yield ``nodes``, with each view replaced by the node that it is a view of."""
     for node in nodes:
         while kinds.get(node) is Kind.VIEW and node.all_input_nodes:
             node = node.all_input_nodes[0]
@@ -119,7 +119,7 @@ def bases(nodes: Iterable[fx.Node], kinds: Kinds) -> Iterator[fx.Node]:
 
 
 def readers_of(node: fx.Node, kinds: Kinds) -> Iterator[fx.Node]:
-    """Yield what reads ``node``, or a view of it."""
+    """Yield the nodes that read ``node`` or a view of it; views are not among them."""
     waiting = list(node.users)
     while waiting:
         user = waiting.pop()
@@ -130,15 +130,16 @@ def readers_of(node: fx.Node, kinds: Kinds) -> Iterator[fx.Node]:
 
 
 def parts_of(joint: JointGraph, kinds: Kinds) -> dict[fx.Node, Part]:
-    """Return the part of each operation, unless it is ``AGAIN``."""
+    """Return the :class:`Part` of each operation, except for those of ``Part.AGAIN``."""
     sums = dict.fromkeys(_sum_operations(joint, kinds), Part.SUMS)
     return sums | dict.fromkeys(_once_operations(joint, kinds), Part.ONCE)
 
 
 def _once_operations(joint: JointGraph, kinds: Kinds) -> set[fx.Node]:
-    """Return the operations of ``Part.ONCE``.
+    """Return the operations that must not run again, because mutated inputs have changed by then.
 
-    Results are kept, so what reads a result reads no old value.
+    They compute new values of these inputs, or read old ones. Results are kept, so what reads a
+    result reads no old value.
     """
     results = set(joint.results)
     once = results.intersection(joint.forward_outputs[: len(joint.mutated)])

@@ -29,9 +29,9 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def with_channels_last(module: fx.GraphModule) -> fx.GraphModule:
-    """Return ``module``, a prepared joint graph, with its convolutions in that format.
+    """Return ``module``, a prepared joint graph, with its convolutions in channels-last format.
 
-    Ensures: the graph itself is returned if there are no convolutions, if sizes vary, or if
+    Ensures: ``module`` itself is returned if there are no convolutions, if sizes vary, or if
         Inductor would not change the format.
     """
     nodes = list(module.graph.nodes)
@@ -49,11 +49,11 @@ def with_channels_last(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _StuckError(Exception):
-    """An operation runs neither in the new format nor in the traced one."""
+    """An operation runs neither with channels last nor with inputs in their traced layout."""
 
 
 class _Writer:
-    """Copies a graph, with operations in the format that suits them."""
+    """Copies a graph, with convolutions, and what follows from them, in channels-last format."""
 
     def __init__(self, mode: Any) -> None:
         self.graph = fx.Graph()
@@ -72,7 +72,10 @@ class _Writer:
             self._values[node] = self.graph.node_copy(node, self._values.__getitem__)
 
     def _run(self, node: fx.Node, count: int) -> None:
-        """Add an operation whose first ``count`` arguments have channels last."""
+        """Copy an operation to the new graph; its first ``count`` arguments get channels last.
+
+        If it does not run with the layouts of the new graph, its inputs get their traced layout.
+        """
         args: Any = fx.node.map_arg(node.args, self._values.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, self._values.__getitem__)
         args = tuple(
@@ -93,7 +96,7 @@ class _Writer:
         self._values[node] = new
 
     def _try_run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        """Return the result of an operation, without data; ``None`` if it cannot run like this."""
+        """Return the fake result of an operation for these arguments; ``None`` if it cannot run."""
         try:
             return fake_result((node.target, args, kwargs), self._mode)
         except (RuntimeError, ValueError):
@@ -109,7 +112,10 @@ class _Writer:
         return self._converted[new]
 
     def _as_before(self, old: fx.Node, reader: fx.Node) -> fx.Node:
-        """Return the value of ``old`` in its traced layout."""
+        """Return a node of the new graph with the value of ``old`` in its traced layout.
+
+        Operations that are added for it get the metadata of ``reader``, which needs it.
+        """
         new = self._values[old]
         before, now = old.meta.get("val"), new.meta["val"]
         if not isinstance(before, torch.Tensor) or before.stride() == now.stride():
@@ -122,7 +128,7 @@ class _Writer:
         raise _StuckError
 
     def _with_strides(self, new: fx.Node, shape: torch.Size, reader: fx.Node) -> fx.Node:
-        """Return ``new`` as a view with the strides of ``shape``.
+        """Return ``new`` as a view of ``shape``, with the strides of a contiguous tensor.
 
         The stride of a dimension of size 1 means nothing: weights of one pixel have their elements
         in the same order, channels last or not.

@@ -39,7 +39,9 @@ CONTIGUOUS = {aten.mm.default, aten.bmm.default, aten.addmm.default}
 
 
 def fuse(line: Line, units: Units) -> fx.GraphModule:
-    """Return the graph of ``line`` with units; new ones are added to ``units``.
+    """Return the graph of ``line`` with groups of operations replaced by units, which are compiled.
+
+    ``units`` is the table of units; new ones are added.
 
     Ensures: no unit crosses a cut of ``line``; every remaining tensor has the layout it had; random
     draws keep their order.
@@ -49,11 +51,11 @@ def fuse(line: Line, units: Units) -> fx.GraphModule:
 
 @dataclass(eq=False, slots=True)
 class _Item:
-    """What becomes one operation of the graph, or a view.
+    """Nodes that become one operation of the new graph: a unit, or a single operation or view.
 
     Attributes:
-        nodes: what it computes, in order.
-        roots: values that it computes itself, though other items compute them, too.
+        nodes: the nodes, in order.
+        roots: values that it recomputes, and what each is computed from.
         fused: whether it becomes a unit.
         given: values that others read; empty if nobody needs it.
     """
@@ -65,7 +67,7 @@ class _Item:
 
 
 class _Items:
-    """All items of a line.
+    """The operations of a line as items: each becomes one operation of the new graph.
 
     Attributes:
         line: the step.
@@ -83,7 +85,10 @@ class _Items:
         self._ask()
 
     def looked_at(self, node: fx.Node) -> fx.Node | None:
-        """Return the base of a view, if its layout is certain."""
+        """Return the node that ``node`` is a view of, or ``None``.
+
+        It is also ``None`` if that node may have another layout than the traced one.
+        """
         if self.kinds.get(node) is not Kind.VIEW or not is_tensor(node):
             return None
         (base,) = bases([node], self.kinds)
@@ -92,7 +97,7 @@ class _Items:
         return base if self.is_sure(base) else None
 
     def is_sure(self, node: fx.Node) -> bool:
-        """Return whether a value certainly has its traced layout."""
+        """Return whether a value certainly has its traced layout when the graph runs."""
         item = self._item_of.get(node)
         made = item is not None and (item.fused or node.target in CONTIGUOUS)
         return made or node in self.line.joint.given
@@ -131,7 +136,11 @@ class _Items:
                 yield _Item(members, roots, fused=True)
 
     def _reads_of(self, item: _Item, node: fx.Node) -> Iterable[fx.Node]:
-        """Return what running ``node`` reads in ``item``; outside units, a view reads its base."""
+        """Return the nodes that ``node`` reads if it runs as a part of ``item``.
+
+        Values that the item recomputes are replaced by what they are computed from. Outside of
+        units, a view reads its base.
+        """
         if item.fused:
             return read_by(node, item.roots, self.kinds)
         base = self.looked_at(node)
@@ -156,7 +165,7 @@ class _Items:
         )
 
     def _ask(self) -> None:
-        """Determine what is asked of each item; nothing is asked of those that nobody needs."""
+        """Fill ``given`` of each item with the values that other items or the step's users read."""
         for node in (*self.line.joint.results, *self.line.joint.gradients):
             self._ask_for(node)
         for item in reversed(self.ordered):
@@ -182,7 +191,10 @@ class _Items:
 
 
 def _transposes(node: fx.Node) -> bool:
-    """Return whether ``node`` copies into another order of elements, which kernels do in blocks."""
+    """Return whether ``node`` is a clone with another order of elements in memory.
+
+    Kernels copy those in blocks.
+    """
     if node.target is not aten.clone.default:
         return False
     source, made = (n.meta["val"] for n in (node.all_input_nodes[0], node))
@@ -190,7 +202,7 @@ def _transposes(node: fx.Node) -> bool:
 
 
 def _numbers(line: Line, ordered: Sequence[_Item]) -> dict[_Item, int]:
-    """Return sequence numbers; a backward item has that of the operation it differentiates."""
+    """Return the ``seq_nr`` of each item; a backward item has that of what it differentiates."""
     positions = locate(line.joint, views=line.views)
     forward = [i for i in ordered if i.given and i.nodes[0] in positions.forward]
     numbers = {item: i for i, item in enumerate(forward)}
@@ -238,7 +250,10 @@ class _Writer:
         return torch_compat.graph_module(self._joint.module, self._graph)
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        """Copy an operation, or view the base of a view if its layout is certain."""
+        """Copy ``node`` to the new graph, and return the copy.
+
+        A view whose base certainly has its traced layout becomes a view of this base.
+        """
         base = self._items.looked_at(node)
         if base is not None:
             (layout,), (whole,) = layouts_of(node), layouts_of(base)
@@ -284,7 +299,7 @@ def _tensor_meta(node: fx.Node) -> dict[str, Any]:
 def _graph_of(
     item: _Item, given: Sequence[fx.Node], kinds: Kinds
 ) -> tuple[fx.Graph, list[fx.Node]]:
-    """Return a graph that computes ``given``, and its inputs."""
+    """Return a graph that computes ``given``, values of ``item``, and the nodes that it reads."""
     inside = {*item.nodes, *item.roots}
     order, inputs = sources_first(given, lambda n: n in inside or kinds.get(n) is Kind.VIEW)
     graph = fx.Graph()

@@ -32,7 +32,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Unit:
-    """A few operations as one, which emitted graphs call by name.
+    """A few operations that are compiled to kernels, and run as one operation of emitted graphs.
 
     Equal units are one object, so a recomputation runs the same kernels as the first computation.
 
@@ -43,8 +43,8 @@ class Unit:
         hints: the sizes that the operations follow, by name, and their values at the capture.
         device: device of all tensors.
 
-    A call takes the inputs, and the sizes in their order. It returns a tensor, or a list of
-    several.
+    A call takes the inputs, and the sizes in the order of ``hints``. It returns a tensor, or a list
+    of several.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Unit:
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any) -> Any:
-        """Run the unit; kernels for new sizes are compiled."""
+        """Return the results for the inputs and sizes in ``args``; new sizes are compiled first."""
         count = len(self.inputs)
         key = args[count:]
         for i in self._unsure:
@@ -85,13 +85,13 @@ class Unit:
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """Names of the operations, in order."""
+        """Names of the operators that it runs, in order, such as ``mul``."""
         return _operation_names(self.graph)
 
     def compile(self, sizes: tuple[int, ...]) -> bool:
         """Compile kernels for ``sizes``, in the order of the hints, and for traced layouts.
 
-        Returns whether there were none before.
+        Returns ``False`` if they existed before.
         """
         places = self._traced_places(sizes)
         with self._lock:
@@ -100,13 +100,13 @@ class Unit:
         return is_new
 
     def run_once(self, sizes: tuple[int, ...]) -> None:
-        """Run it on zeros, so that its kernels are loaded and the fastest versions are chosen."""
+        """Run the kernels for ``sizes`` on zeros, which loads them and chooses the fastest ones."""
         places = self._traced_places(sizes)
         run = self._run_for(sizes, places, benchmarked=True)
         run([self._zeros(node, place) for node, place in zip(self.inputs, places, strict=True)])
 
     def _zeros(self, node: fx.Node, place: Place) -> torch.Tensor:
-        """Return an input of the unit; zeros are valid indices, too."""
+        """Return a tensor of zeros, which are valid indices, too, for an input of the unit."""
         shape, stride = place
         dtype = node.meta["val"].dtype
         return torch.empty_strided(shape, stride, dtype=dtype, device=self.device).zero_()
@@ -115,14 +115,17 @@ class Unit:
         return self._places(dict(zip(self.hints, sizes, strict=True)))
 
     def forget(self, sizes: tuple[int, ...]) -> None:
-        """Drop kernels for ``sizes``, and those for any sizes."""
+        """Drop compiled kernels for ``sizes``, and those that were compiled for all sizes."""
         with self._lock:
             self._any_size = None
             for key in [key for key in self._runs if key[: len(sizes)] == sizes]:
                 del self._runs[key]
 
     def _run_for(self, sizes: tuple[int, ...], places: list[Place], *, benchmarked: bool) -> Run:
-        """Return the function for inputs with these layouts, compiled now if necessary."""
+        """Return the function that runs the unit for these sizes, and shapes and strides of inputs.
+
+        It is compiled if necessary; ``benchmarked`` kernels are the fastest of several versions.
+        """
         key = self._key(sizes, places)
         with self._lock:
             if key not in self._runs:
@@ -140,7 +143,7 @@ class Unit:
         return (*sizes, *(stride for i in self._unsure for stride in places[i][1]))
 
     def _places(self, sizes: Mapping[str, Any]) -> list[Place]:
-        """Return the traced shapes and strides of the inputs."""
+        """Return the traced shape and strides of each input, for ``sizes`` by name."""
         return [_place(node, sizes) for node in self.inputs]
 
     def _described(
@@ -150,7 +153,7 @@ class Unit:
         return self._graph_at(sizes), list(zip(places, dtypes, strict=True))
 
     def _compile_any(self, sizes: tuple[int, ...], *, benchmarked: bool) -> Run | None:
-        """Compile kernels for all sizes at once; return them if they are valid for ``sizes``."""
+        """Return kernels that are compiled once for all sizes; ``None`` if they cannot be used."""
         if self.eager:
             return None
         if self._any_size is None:
@@ -170,7 +173,10 @@ class Unit:
     def _compile_at(
         self, sizes: Mapping[str, int], places: Sequence[Place], *, benchmarked: bool
     ) -> Run:
-        """Compile kernels, or return the operations themselves if that fails."""
+        """Return kernels compiled for these sizes and layouts of inputs.
+
+        If the compiler fails, return a function that runs the operations one by one.
+        """
         try:
             if not self.eager:
                 return torch_compat.compile_kernels(
@@ -190,7 +196,7 @@ class Unit:
         return lambda args: module(*args)
 
     def _graph_at(self, sizes: Mapping[str, Any]) -> fx.Graph:
-        """Return the graph with numbers in place of what follows the sizes."""
+        """Return a copy of the graph with numbers in place of expressions in the sizes."""
         graph = fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
         for node in graph.nodes:
@@ -199,7 +205,11 @@ class Unit:
         return graph
 
     def _checking(self, key: tuple[int, ...], run: Run, sizes: Mapping[str, int]) -> Run:
-        """Let the first run of ``run`` find results with wrong layouts, which are then copied."""
+        """Return a function that calls ``run``, and checks its results the first time.
+
+        It then replaces itself in ``_runs[key]`` by ``run``, or by a function that also copies
+        results that share memory, or whose layout is not the traced one.
+        """
         output = self.graph.output_node()
         wanted: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
         single = len(wanted) == 1
@@ -227,7 +237,11 @@ def _place(node: fx.Node, sizes: Mapping[str, Any]) -> Place:
 def _misplaced(
     given: Set[int], results: Sequence[torch.Tensor], places: Sequence[Place]
 ) -> dict[int, Place]:
-    """Return results that share a storage with others or inputs, or have another layout."""
+    """Return the results that need a copy, by index, with the shape and strides that it must have.
+
+    They share a storage with another result or with an input, whose storages are in ``given``, or
+    have another layout.
+    """
     used = set(given)
     wrong = {}
     for i, (tensor, place) in enumerate(zip(results, places, strict=True)):
@@ -239,14 +253,14 @@ def _misplaced(
 
 
 def _relayout(results: list[torch.Tensor], wrong: Mapping[int, Place]) -> list[torch.Tensor]:
-    """Replace the ``wrong`` results by copies with the right layout."""
+    """Copy each result in ``wrong``, by index, to shape and strides given there; return all."""
     for i, (shape, stride) in wrong.items():
         results[i] = results[i].new_empty_strided(shape, stride).copy_(results[i])
     return results
 
 
 class Units:
-    """A table of units, in which equal ones are one."""
+    """A table of units, in which units that compute the same are one object."""
 
     def __init__(self) -> None:
         self._units: dict[str, Unit] = {}
@@ -273,7 +287,7 @@ class Units:
         compile_units(wanted, made, note=note)
 
     def of(self, graph: fx.Graph, sure: Sequence[bool], device: torch.device) -> Unit:
-        """Return the unit that runs ``graph``.
+        """Return the unit that runs ``graph``: one with an equal graph if it is in the table.
 
         ``sure`` says which of its inputs certainly have their traced layout.
         """
@@ -339,7 +353,10 @@ def compile_units(
 
 
 def _described(graph: fx.Graph) -> tuple[list[str], dict[str, int]]:
-    """Return a line for each node, equal for graphs that compute the same, and their sizes."""
+    """Return a text for each node, equal for graphs that compute the same, and the graph's sizes.
+
+    Sizes are given by name, with their values at the capture.
+    """
     lines: list[str] = []
     number: dict[fx.Node, int] = {}
     names: dict[str, int] = {}

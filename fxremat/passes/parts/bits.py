@@ -15,7 +15,7 @@ def are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> Tensor:
-    """Return for each number whether it has the same bits, or is NaN in both."""
+    """Return a Boolean tensor: whether elements have the same bits, or are NaN in both tensors."""
     pair = [torch.view_as_real(t) if t.is_complex() else t for t in (one, other)]
     bits = [t.contiguous().view(INTEGERS[t.itemsize]) for t in pair]
     same = bits[0] == bits[1]
@@ -25,7 +25,10 @@ def same_bits(one: Tensor, other: Tensor) -> Tensor:
 
 
 def is_true(answer: Tensor) -> bool:
-    """Return an answer that is on a device, without locking host memory as ``bool`` would."""
+    """Return a Boolean tensor of one element as a ``bool``.
+
+    ``bool(answer)`` would lock host memory for the copy from a GPU.
+    """
     return bool(answer.cpu())
 
 

@@ -18,23 +18,23 @@ _counts = threading.local()
 
 
 class EarlyGradients:
-    """Gradients that a run in parts has computed together with a loss.
+    """An operation that returns gradients which a run in parts has computed together with a loss.
 
     They were computed for an expected gradient of the loss, and are returned if the expectation was
     right to the last bit. Otherwise they are computed again, and the next forward expects the
     gradient that came.
 
-    On a GPU, one number is read for that, which waits for the forward. A step that is captured as a
-    CUDA graph always computes them again.
+    On a GPU, the comparison reads one number, and waits for the forward. A step that is captured as
+    a CUDA graph always computes the gradients again.
 
     Args:
         parts: the run.
         place: index of the loss's gradient among the inputs of the run.
-        results: indices of the gradients among its results.
-        expected: gradients of the step's results, from which that of the loss follows.
+        results: indices of the gradients among the results of the run.
+        expected: expected gradients of the step's results, from which that of the loss follows.
 
-    A call takes the inputs of the run, the loss's gradient, those of the step's results, and what
-    was computed before. It returns a tensor, or a list of several.
+    A call takes the inputs of the run, the loss's real gradient, those of the step's results, and
+    the gradients that were computed before. It returns a tensor, or a list of several.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EarlyGradients:
 
     @property
     def code(self) -> str:
-        """What it does, as Python code."""
+        """Python code that shows what a call does."""
         read = [n.name for n in self.parts.graph.nodes if n.op == "placeholder"]
         kept = [f"kept{i}" for i in self.results]
         came = [f"came{i}" for i in range(len(self.expected))]
@@ -73,11 +73,11 @@ class EarlyGradients:
 
     @property
     def _count(self) -> int:
-        """Number of arguments that are inputs of the run."""
+        """How many of a call's arguments, from the first on, are inputs and sizes of the run."""
         return len(self.parts.inputs) + len(self.parts.hints)
 
     def __call__(self, *args: Any) -> Any:
-        """Return the gradients."""
+        """Return the gradients, computed again if the loss's gradient is not the expected one."""
         gradient, *others = args[self._count :]
         if not cuda_graph.is_captured():
             if _same_bits(gradient, args[self.place]):
@@ -88,7 +88,10 @@ class EarlyGradients:
         return self.anew(*args)
 
     def anew(self, *args: Any) -> Any:
-        """Compute the gradients again for the gradient that came; expectations stay as they are."""
+        """Compute the gradients again for the loss's real gradient, and return them.
+
+        The expected gradients do not change.
+        """
         given = [*args[: self._count]]
         given[self.place] = args[self._count]
         made = self.parts(*given)
@@ -96,7 +99,7 @@ class EarlyGradients:
         return gradients[0] if len(gradients) == 1 else gradients
 
     def as_expected(self, *args: Any) -> Any:
-        """Return the gradients that were computed before, because the expectation was right."""
+        """Return the gradients computed with the loss, which are the last of ``args``."""
         kept = [*args[-len(self.results) :]]
         if torch_compat.keeps_graph():  # whoever gets them may modify them
             kept = [tensor.clone() for tensor in kept]
@@ -104,13 +107,19 @@ class EarlyGradients:
 
 
 def parts_of(node: fx.Node) -> Parts | None:
-    """Return the run in parts that an operation is, or may run."""
+    """Return the run in parts that ``node`` calls, or ``None``.
+
+    :class:`EarlyGradients` call theirs if the gradients must be computed again.
+    """
     run = node.target.parts if isinstance(node.target, EarlyGradients) else node.target
     return run if isinstance(run, Parts) else None
 
 
 def computed_anew() -> int:
-    """Return how often this thread has computed such gradients again, not counting CUDA graphs."""
+    """Return how often calls of :class:`EarlyGradients` in this thread computed gradients again.
+
+    Calls in CUDA graphs do not count.
+    """
     return getattr(_counts, "anew", 0)
 
 

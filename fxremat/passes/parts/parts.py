@@ -34,11 +34,12 @@ Body = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A result of a run.
+    """A tensor that a run of operations returns.
 
     Attributes:
-        way: its rows, or that the parts add up to it, or that nobody reads it.
-        layout: the memory layout of the whole.
+        way: the dimensions that are its rows, or that it is the sum of what the parts return, or
+            that nobody reads it.
+        layout: the memory layout of the whole tensor.
         dtype: the dtype of its elements.
         is_product: whether the parts return two matrices, and it is the sum of their products.
     """
@@ -51,11 +52,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor that the operations of a run allocate.
+    """A tensor that the operations of a run allocate if all rows are computed at once.
 
     Attributes:
         layout: layout of its storage.
-        first, last: places of the operation that allocates it, and of the one that reads it last.
+        first, last: indices of the operation that allocates it, and of the one that reads it last.
     """
 
     layout: Layout
@@ -65,17 +66,17 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """Shows by which formula a pointwise operation of a run computes each number.
+    """A test whether a pointwise operation of a run computes each element by the same formula.
 
     Kernels for a CPU compute numbers that do not fill a vector by another formula, so the bits of a
-    number may depend on its place. For numbers for which the two formulas differ, ``parts`` has the
-    same results in parts as at once if, and only if, each place is computed by the same formula.
+    number may depend on its position. For numbers for which the two formulas differ, ``parts`` has
+    the same results in parts as at once if, and only if, each position has the same formula.
 
     Attributes:
         node: the operation.
         parts: the run up to it, which reads given numbers in place of tensors. It takes some inputs
             of the run, then a number for each tensor that the operation reads.
-        taken: places of these inputs among the inputs of the run.
+        taken: indices of these inputs among the inputs of the run.
     """
 
     node: fx.Node
@@ -85,11 +86,11 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """How a run reads integer inputs.
+    """Which integer inputs of a run are indices, and which are numbers.
 
     Attributes:
-        indices: places of tensors whose numbers are indices, of which only 0 is always valid.
-        values: places of tensors whose numbers are converted to floating-point numbers.
+        indices: positions of tensors whose numbers are indices, of which only 0 is always valid.
+        values: positions of tensors whose numbers are converted to floating-point numbers.
     """
 
     indices: frozenset[int] = frozenset()
@@ -98,11 +99,11 @@ class Integers:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What differs if a run is computed in parts; it is true if anything does.
+    """What differs if a run is computed in parts; its truth value is whether anything does.
 
     Attributes:
-        results: places of results with other bits.
-        witnesses: places of witnesses that show another formula.
+        results: indices of results with other bits.
+        witnesses: indices of witnesses that show another formula.
     """
 
     results: frozenset[int] = frozenset()
@@ -127,18 +128,19 @@ class Parts:
         part_rows: the most rows of a part.
         hints: sizes that the run follows, by name, and their values at the capture.
         device: device of all tensors.
-        exact: whether its results must have the bits of the operations at once.
+        exact: whether its results must have the same bits as if all rows were computed at once.
         certain: whether they have, by the rules of its operations, for all sizes.
         part_bytes: bytes that a part holds besides inputs and results, at the capture.
         whole: the step's operations that it computes, without views.
-        at_once: the operations as traced, with the placeholders and results of ``graph``.
+        at_once: all rows at once: the operations as traced, with the placeholders and results of
+            ``graph``.
         witnesses: returns the witnesses of pointwise operations that may not keep their bits. It is
-            called once, by the first comparison.
-        integers: how it reads integer inputs.
-        made: what the operations at once allocate, including results.
+            called only the first time that they are needed.
+        integers: which integer inputs are indices, and which are numbers.
+        made: what ``at_once`` allocates, including results.
 
-    A call takes the inputs, and the sizes in their order. It returns a tensor, or a list of
-    several. If it must be exact and that is not certain, it runs ``at_once`` for all sizes for
+    A call takes the inputs, and the sizes in the order of ``hints``. It returns a tensor, or a list
+    of several. If it must be exact and that is not certain, it runs ``at_once`` for all sizes for
     which :meth:`confirm_bits` has not confirmed that parts keep the bits.
     """
 
@@ -183,16 +185,19 @@ class Parts:
 
     @functools.cached_property
     def witnesses(self) -> tuple[Witness, ...]:
-        """Witnesses of pointwise operations that may not keep their bits."""
+        """Tests of the pointwise operations whose results may have other bits in parts."""
         return tuple(self._make_witnesses())
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """Names of the operations, in order."""
+        """Names of the operators that a part runs, in order, such as ``mm``."""
         return tuple(name.split(".")[1] for name in self._called_names)
 
     def are_alike(self, shapes: Sequence[Shape]) -> bool:
-        """Return whether parts are alike at all sizes, given the inputs' shapes."""
+        """Return whether parts of equally many rows compute the same at all sizes of the step.
+
+        ``shapes`` are the shapes of the inputs.
+        """
         pairs = zip(shapes, self.inputs, strict=True)
         given = [shape if way is None else part_of(shape, way, 1) for shape, way in pairs]
         arguments = [(node.args, node.kwargs) for node in self.graph.nodes]
@@ -200,13 +205,13 @@ class Parts:
         return names_in([given, arguments, sums]).keys() <= {ROWS}
 
     def count(self, sizes: Mapping[str, int]) -> int:
-        """Return the number of parts for given sizes."""
+        """Return the number of parts for sizes of the step; 1 if all rows are computed at once."""
         whole = not self._is_split(tuple(sizes[name] for name in self.hints))
         return 1 if whole else -(-int(evaluated(self.rows, sizes)) // self.part_rows)
 
     @property
     def code(self) -> str:
-        """What it does, as Python code: a loop over its rows."""
+        """Python code that shows what a call does: a loop over parts of its rows."""
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         rows = {n: way for n, way in zip(inputs, self.inputs, strict=True) if way is not None}
 
@@ -255,15 +260,15 @@ class Parts:
         return not self._refused and (self.certain or self._keeps_bits.get(sizes, False))
 
     def confirm_bits(self, sizes: tuple[int, ...], *, keeps_bits: bool) -> None:
-        """Note whether parts keep the bits for ``sizes``, in the order of ``hints``.
+        """Store whether results have the same bits in parts as at once for ``sizes``.
 
-        If it is called several times, for tensors with different layouts, they must keep them in
-        each.
+        These are in the order of ``hints``. If there are several calls for the same sizes, with
+        tensors in different layouts, each must have ``keeps_bits``.
         """
         self._keeps_bits[sizes] = keeps_bits and self._keeps_bits.get(sizes, True)
 
     def compared_bytes(self, sizes: Mapping[str, int], *, workspace_bytes: int) -> int:
-        """Return an upper bound on the bytes that a comparison takes.
+        """Return an upper bound on the bytes held while results are compared with those at once.
 
         Args:
             sizes: sizes of the step, by name.
@@ -284,16 +289,20 @@ class Parts:
         return max(run_bytes, left + max(answers, default=0))
 
     def compare_next(self, report: Callable[[bool], None] | None) -> None:
-        """Also run the operations at once in the next call, and compare; ``None``: do not compare.
+        """Let the next call also compute all rows at once, and compare the results.
 
         Args:
             report: called with whether the results have the same bits. If they do not, the call
-                returns those of the operations at once, and further calls run these.
+                returns those computed at once, and so do further calls. ``None``: the next call
+                does not compare.
         """
         self._report = report
 
     def __call__(self, *args: Any) -> Any:
-        """Run it."""
+        """Return the results for the inputs and sizes in ``args``: a tensor, or a list of several.
+
+        If :meth:`compare_next` was called, compare them with those computed at once.
+        """
         sizes = tuple(map(int, args[len(self.inputs) :]))
         is_split = self._is_split(sizes)
         made = self.run(args, part_rows=self.part_rows if is_split else None)
@@ -311,7 +320,7 @@ class Parts:
         return made if same else whole
 
     def run(self, args: Sequence[Any], *, part_rows: int | None) -> Any:
-        """Run it with ``args``, ``part_rows`` rows at a time; ``None``: all operations at once."""
+        """Return the results for ``args``, ``part_rows`` rows at a time; ``None``: all at once."""
         given, sizes = args[: len(self.inputs)], tuple(map(int, args[len(self.inputs) :]))
         named = dict(zip(self.hints, sizes, strict=True))
         if part_rows is None:
@@ -333,7 +342,10 @@ class Parts:
         return made[0] if len(made) == 1 else made
 
     def _body(self, sizes: tuple[int, ...], rows: int | None, named: Mapping[str, int]) -> Body:
-        """Return the function of a part of ``rows`` rows; ``None``: of all operations at once."""
+        """Return the function that computes a part of ``rows`` rows; ``None``: all rows at once.
+
+        ``sizes`` are in the order of ``hints``, and ``named`` has the same sizes by name.
+        """
         key = (rows, *sizes)
         body = self._bodies.get(key)
         if body is None:
@@ -358,7 +370,15 @@ class Parts:
         rows: int,
         named: Mapping[str, int],
     ) -> None:
-        """Put the values of a part into the results; ``values`` is emptied."""
+        """Write what a part returned to the results ``made``, or add it to them.
+
+        Args:
+            made: the results of the run; ``None`` for each that no part has written to.
+            values: the tensors of the part; the list is emptied.
+            start: the first row of the part.
+            rows: the number of its rows.
+            named: sizes of the step, by name.
+        """
         for i, output in enumerate(self.outputs):
             value = values.pop(0)
             if isinstance(output.way, Rows):

@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Dimensions ``[first, last)`` of a tensor whose elements, in row-major order, are its rows.
+    """Dimensions ``[first, last)`` of a tensor, whose positions in row-major order are its rows.
 
     Neither the first nor the last of them has size 1.
     """
@@ -23,7 +23,7 @@ class Rows:
 
 
 class Result(Enum):
-    """What an operation returns that has no rows."""
+    """What a result is that is not divided into rows."""
 
     SUM = "sum"
     """The sum of what the parts return."""
@@ -36,9 +36,10 @@ class Way:
     """One way in which an operation can be computed for some rows at a time.
 
     Attributes:
-        inputs: the rows of each tensor that it reads, each node once, in the order of
-            ``all_input_nodes``; ``None`` if each part reads it whole.
-        outputs: the rows of each tensor that it returns, in the order of ``layouts_of``.
+        inputs: the dimensions that are rows, for each tensor that it reads: each node once, in the
+            order of ``all_input_nodes``; ``None`` if each part reads it whole.
+        outputs: the dimensions that are rows for each tensor that it returns, or what it is if it
+            has no rows, in the order of ``layouts_of``.
         same_bits: whether each row is known to have the same bits as if all were computed at once.
     """
 
@@ -48,13 +49,16 @@ class Way:
 
 
 def part_of(shape: Shape, where: Rows, rows: int) -> Shape:
-    """Return the shape of a part of ``rows`` rows of a tensor of ``shape``."""
+    """Return the shape of a part of a tensor, with ``rows`` rows in the dimensions ``where``."""
     ones = (1,) * (where.last - where.first - 1)
     return (*shape[: where.first], *ones, rows, *shape[where.last :])
 
 
 def part(tensor: Tensor, way: Rows, start: int, rows: int) -> Tensor:
-    """Return ``rows`` rows of a tensor from ``start`` on, with the same number of dimensions."""
+    """Return a view of rows ``[start, start + rows)`` of a tensor, with as many dimensions.
+
+    ``way`` are the dimensions that are its rows.
+    """
     first, last = way.first, way.last
     if last - first > 1:
         tensor = tensor.view(*tensor.shape[:first], -1, *tensor.shape[last:])
@@ -65,12 +69,12 @@ def part(tensor: Tensor, way: Rows, start: int, rows: int) -> Tensor:
 
 
 def ranges_of(total: int, part_rows: int) -> Iterator[tuple[int, int]]:
-    """Yield first row and number of rows of each part; only the last one may have fewer."""
+    """Yield first row and number of rows of each part: ``part_rows``, or fewer for the last."""
     for start in range(0, total, max(part_rows, 1)):
         yield start, min(part_rows, total - start)
 
 
 def indexed(name: str, way: Rows) -> str:
-    """Return the rows of a tensor as Python code."""
+    """Return Python code that picks the rows ``rows`` of the tensor ``name``."""
     flat = f".flatten({way.first}, {way.last - 1})" if way.last - way.first > 1 else ""
     return f"{name}{flat}[{', '.join([':'] * way.first + ['rows'])}]"

@@ -43,30 +43,30 @@ class Call:
 
     @property
     def out(self) -> Shape:
-        """Shape of the first result."""
+        """Shape of the first result; ``()`` if that is no tensor."""
         return self.returns[0] or ()
 
     def of(self, name: str) -> torch.Tensor:
-        """Return the tensor, without data, of an argument by name."""
+        """Return the fake tensor of the argument ``name``."""
         tensor: torch.Tensor = self.values[name].meta["val"]
         return tensor
 
     @property
     def is_backward(self) -> bool:
-        """Whether it computes gradients."""
+        """Whether the operator computes gradients, according to its name."""
         return "_backward" in self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Labels of an operation's tensors.
+    """Labels of the dimensions of an operation's tensors: which dimensions are split together.
 
     Attributes:
         inputs: labels by the name of the argument; a list for a list of tensors. A tensor that is
             not in it is read whole.
         outputs: labels of each value that it returns; ``None`` if nobody reads the numbers in it.
-        summed: labels along which the parts of a value that lacks them are summed up.
-        exact: whether rows keep their bits.
+        summed: labels that can be split although a result lacks them: its parts are added up.
+        exact: whether a row has the same bits however many rows are computed at a time.
         leading: whether rows must begin with the first label, because a kernel assumes that its
             inputs are dense, and only such parts are.
     """
@@ -84,12 +84,15 @@ def shape_of(node: fx.Node) -> Shape:
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of an operator of aten without its namespace."""
+    """Return the name of an aten operator without its namespace, such as ``mm.default``."""
     return str(node.target).removeprefix("aten.")
 
 
 def call_of(node: fx.Node) -> Call | None:
-    """Return ``node`` with its arguments if it is an operator of aten on ordinary tensors."""
+    """Return ``node`` and its arguments as a :class:`Call`, or ``None`` if it cannot be split.
+
+    It must call a functional aten operator on strided, real tensors of one device.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return None
@@ -114,22 +117,25 @@ def call_of(node: fx.Node) -> Call | None:
 
 
 def whole(shape: Shape | None) -> Labels:
-    """Return the labels of a tensor that is not split."""
+    """Return the labels of a tensor that is not split: ``None`` for each dimension."""
     return (None,) * len(shape or ())
 
 
 def axes(shape: Shape | None, *, without: Set[int] = frozenset()) -> Labels:
-    """Label each dimension of a tensor by its index, ``without`` some."""
+    """Return each dimension's index as its label; ``None`` for the dimensions in ``without``."""
     return tuple(None if i in without else i for i in range(len(shape or ())))
 
 
 def broadcast_labels(shape: Shape | None, labels: Labels) -> Labels:
-    """Return the labels of a tensor that is broadcast to one with ``labels``."""
+    """Return the labels of a tensor of ``shape`` that is broadcast to a tensor with ``labels``."""
     return labels[len(labels) - len(shape or ()) :]
 
 
 def dims_of(dims: Any, shape: Shape) -> set[int]:
-    """Return the dimensions that an argument names: one, or several; ``None`` or none mean all."""
+    """Return the dimensions that a ``dim`` argument names, as non-negative indices.
+
+    It is an index, or a list of these; ``None`` or an empty list names all dimensions of ``shape``.
+    """
     given = [dims] if isinstance(dims, int) else list(dims or range(len(shape)))
     return {dim % max(len(shape), 1) for dim in given}
 

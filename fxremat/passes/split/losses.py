@@ -29,16 +29,16 @@ IGNORED = -100
 
 
 def has_losses(joint: JointGraph) -> bool:
-    """Return whether the step has a loss over classes."""
+    """Return whether the step's graph has a negative log likelihood loss (``nll_loss_forward``)."""
     return bool(joint.module.graph.find_nodes(op="call_function", target=_LOSS))
 
 
 def by_rows(module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph that computes the likelihood of each row's own class before their mean.
+    """Return the graph with each loss over classes computed row by row before it is reduced.
 
-    The same operation then computes the mean of a matrix with one column. It adds up the same
-    numbers in the same order, so no bit changes. Losses with weights of classes, and losses of
-    images, stay as they are.
+    The operation that reduced the loss then reads a matrix with one column: the log-likelihood of
+    each row's own class. It adds up the same numbers in the same order, so no bit changes. Losses
+    with weights of classes, and losses of images, stay as they are.
     """
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -77,11 +77,13 @@ PRODUCTS = (aten.mm.default, aten.bmm.default)
 
 
 def early_gradient(early: Tensor, *_gradients: Tensor) -> Tensor:
-    """Stand for ``early`` in a graph that is under construction, with the loss's real gradient.
+    """Mark ``early`` in a graph under construction; :func:`gather_gradients` replaces the calls.
 
-    The other arguments are the loss's real gradient, the one that ``early`` was computed with, and
-    the gradients of the step's results from which these two follow: all real ones, then all
-    expected ones. See :class:`EarlyGradients`.
+    ``early`` is a gradient that the forward computes for an expected gradient of a loss. The other
+    arguments are the loss's real gradient, its expected one, and the gradients of the step's
+    results from which these two follow: all real ones, then all expected ones.
+
+    Returns an empty tensor like ``early``.
     """
     return torch.empty_like(early)
 
@@ -91,17 +93,18 @@ def gradients_with_losses(
 ) -> fx.GraphModule:
     """Return the graph that computes large gradients of losses in the forward.
 
-    The backward then need not compute them, and what they are computed from, again; what is smaller
-    is kept. With ``expected`` gradients of the step's results,
-    :class:`~fxremat.passes.parts.early_gradients.EarlyGradients` returns them with their traced
-    bits. Otherwise they are computed for a loss's gradient of 1, and multiplied in the backward by
-    the real one, which rounds once more. Losses in ``float16``, whose range is too small for
-    gradients of an unscaled loss, stay as they are.
+    The backward then recomputes neither these nor their inputs: only small values that follow from
+    them, such as gradients of weights, are kept for it. With ``expected`` gradients of the step's
+    results, :class:`~fxremat.passes.parts.early_gradients.EarlyGradients` returns them with their
+    traced bits. Otherwise they are computed for a loss's gradient of 1, and multiplied in the
+    backward by the real one, which rounds once more. Losses in ``float16``, whose range is too
+    small for gradients of an unscaled loss, stay as they are.
 
     Args:
-        joint: the step, its losses :func:`by_rows`; it is not changed.
-        most_bytes: gradients of losses that take more are computed in the forward.
-        expected: expected gradients by name, of all forms of the step; new ones are added.
+        joint: the step, its losses rewritten by :func:`by_rows`; it is not changed.
+        most_bytes: gradients of losses that take more bytes are computed in the forward.
+        expected: expected gradients, by name of the real one, which all graphs of the same step
+            share; new ones are added.
     """
     copied: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
@@ -148,9 +151,9 @@ def gradients_with_losses(
 
 
 def gather_gradients(module: fx.GraphModule) -> bool:
-    """Let an :class:`EarlyGradients` return all gradients that one run has computed early.
+    """Replace :func:`early_gradient` calls in ``module``: one :class:`EarlyGradients` for each run.
 
-    ``module`` is changed. Returns whether all such gradients are computed in parts.
+    Returns ``False``, without a change, if any of their gradients is not computed in parts.
     """
     graph = module.graph
     marks: dict[tuple[fx.Node, ...], list[fx.Node]] = {}
@@ -169,7 +172,11 @@ def gather_gradients(module: fx.GraphModule) -> bool:
 def _replace_marks(
     graph: fx.Graph, run: fx.Node, gradients: Sequence[fx.Node], marks: Sequence[fx.Node]
 ) -> None:
-    """Replace ``marks``, whose values ``run`` has computed, by one operation."""
+    """Replace ``marks`` in ``graph`` by one :class:`EarlyGradients` operation.
+
+    They are calls of :func:`early_gradient` on values that ``run`` has computed; ``gradients`` are
+    their other arguments.
+    """
     early: list[Any] = [mark.args[0] for mark in marks]
     results = [n.args[1] if is_getitem(n) else 0 for n in early]
     gradient, assumed, *others = gradients
@@ -195,13 +202,13 @@ def _replace_marks(
 
 
 def largest_gradient_bytes(joint: JointGraph) -> int:
-    """Return the size of the largest gradient of a loss over classes, or 0 if there is none."""
+    """Return the bytes of the largest gradient of a loss over classes, or 0 if there is none."""
     gradients = (n for n in joint.backward if n.target is aten.nll_loss_backward.default)
     return max((layouts_of(n)[0].storage_bytes for n in gradients), default=0)
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Return whether ``node`` is a single number, and not drawn at random."""
+    """Return whether ``node`` is a tensor with one element that is not drawn at random."""
     is_one = is_tensor(node) and math.prod(map(int, layouts_of(node)[0].shape)) == 1
     return is_one and not torch_compat.draws_random_numbers(node)
 
@@ -214,10 +221,19 @@ def _expected_gradient(
     chain: Sequence[fx.Node],
     expected: dict[str, Expected] | None,
 ) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Return the expected gradient of ``loss``, as ``chain`` computes it.
+    """Add operations that compute the expected gradient of a loss, and return their result.
 
-    Also return the expected gradients of the step's results, by the real ones. Without ``expected``
-    all of them are 1.
+    Args:
+        graph: the graph to which they are added.
+        loss: the operation whose metadata they get.
+        mode: the fake mode of the graph.
+        gradient: the loss's real gradient.
+        chain: operations that compute it, in order. They are repeated for expected gradients of
+            the step's results.
+        expected: these gradients, by name; new ones are added. ``None``: all of them are 1.
+
+    The second result maps the real gradients of the step's results to the expected ones; it is
+    empty without ``expected``.
     """
     values: dict[fx.Node, fx.Node] = {}
     roots: dict[fx.Node, fx.Node] = {}
@@ -242,7 +258,11 @@ def _expected_gradient(
 
 
 def _row_count(graph: fx.Graph, loss: fx.Node, mode: Any, mean: fx.Node) -> fx.Node:
-    """Return the number of rows that count, as ``mean`` has it, which is :func:`by_rows`."""
+    """Add operations that count the rows whose class is not ignored, and return the count's node.
+
+    ``mean`` is the operation that reduces the rows of a loss after :func:`by_rows`. The new
+    operations get the metadata of ``loss``.
+    """
     given: Any = mean.args
     column, classes, *others = given
     (rows,) = layouts_of(classes)[0].shape
@@ -256,7 +276,7 @@ def _row_count(graph: fx.Graph, loss: fx.Node, mode: Any, mean: fx.Node) -> fx.N
 
 
 def _with_ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Return ``nodes`` and all operations that they are computed from."""
+    """Return the operations among ``nodes`` and those they are computed from, as keys of a dict."""
     ancestors: dict[fx.Node, None] = {}
     waiting = list(nodes)
     while waiting:
@@ -268,9 +288,11 @@ def _with_ancestors(nodes: Iterable[fx.Node]) -> dict[fx.Node, None]:
 
 
 def _multiples(loss: fx.Node) -> dict[fx.Node, None]:
-    """Return the gradient of a loss and its multiples, reached through others that are as large.
+    """Return ``loss``, the gradient of a loss, and later values linear in it, as keys of a dict.
 
-    The result is empty if another kind of operation reads one of them.
+    Only values with more than half as many elements are followed to the operations that read them.
+    The result is empty if one of these operations is not linear, or if its result cannot be
+    multiplied by a number without a change of layout.
     """
 
     def size(node: fx.Node) -> int:
@@ -304,7 +326,11 @@ def _call(
     rows: int | None = None,
     **kwargs: Any,
 ) -> fx.Node:
-    """Add a call for ``loss``, which returns a vector of ``rows`` if these are given."""
+    """Add a call of ``target`` to ``graph``, with the metadata of ``loss``, and return its node.
+
+    ``mode`` is the fake mode of the graph. If ``rows`` is given, the call returns a vector of as
+    many elements, which may follow the sizes of the step.
+    """
     made = graph.call_function(target, args, kwargs)
     made.meta = {k: v for k, v in loss.meta.items() if k not in ("val", LAYOUTS, "tensor_meta")}
     if is_getitem(made):
@@ -317,7 +343,7 @@ def _call(
 
 
 def _set_layouts(node: fx.Node, *shapes: tuple[int, ...]) -> None:
-    """Note that a node returns dense tensors of these shapes."""
+    """Set the layouts in the metadata of ``node`` to those of dense tensors with these shapes."""
     node.meta[LAYOUTS] = tuple(
         Layout(
             tuple(shape),

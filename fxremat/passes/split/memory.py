@@ -37,8 +37,8 @@ class InPlace:
 
     Attributes:
         value: the value, which nothing reads later.
-        variant: the variant of its operator that returns what it writes to.
-        argument: name of the argument for that.
+        variant: the ``out=`` overload of its operator.
+        argument: the name of that overload's argument for the tensor to write to.
     """
 
     value: fx.Node
@@ -47,16 +47,16 @@ class InPlace:
 
 
 class Memory:
-    """What a part of a run holds besides inputs and results of the run.
+    """The memory that one part of a run takes, besides inputs and results of the run.
 
     Args:
-        run: the run.
+        run: operations that are computed for some rows at a time; these rows are a part.
         joint: the step.
 
     Attributes:
         inside: the run's operations, in order.
-        in_place: those of them that write over what they read.
-        peak_bytes: bytes that a part of all rows holds.
+        in_place: operations that write their result over a value that they read.
+        peak_bytes: the most bytes held at once if one part has all rows.
     """
 
     def __init__(self, run: Run, joint: JointGraph) -> None:
@@ -78,11 +78,11 @@ class Memory:
         return self._table.of(node.all_input_nodes)
 
     def _is_added_up(self, target: fx.Node) -> bool:
-        """Return whether the parts' products are added up to ``target``."""
+        """Return whether ``target`` is the sum of a matrix product from each part."""
         return is_sum_of_products(target, self._run.ways[target])
 
     def _peak_bytes(self) -> int:
-        """Return the peak if all rows are one part, and find the operations that run in place."""
+        """Return the most bytes held at once if one part has all rows; also fill ``in_place``."""
         nbytes = self._table.nbytes
         live: set[int] = set()
         peak = 0
@@ -99,7 +99,10 @@ class Memory:
         return peak
 
     def _in_place(self, node: fx.Node, live: set[int]) -> InPlace | None:
-        """Return how an operation can run in place, or ``None``."""
+        """Return how ``node`` can run in place, or ``None`` if it cannot.
+
+        ``live`` has the storages that the part holds before the operation.
+        """
         run, target = self._run, node.target
         if not isinstance(target, torch._ops.OpOverload) or not is_tensor(node):
             return None
@@ -127,10 +130,11 @@ class Memory:
         return None
 
     def part(self, most_bytes: int, *, exact: bool) -> tuple[int, int]:
-        """Return the rows of a part, and the bytes that it holds, at most ``most_bytes``.
+        """Return the number of rows of a part, and the bytes that it holds.
 
-        If results must be ``exact`` and one is a sum of products, a part has whole blocks of rows,
-        and may hold more.
+        These are at most ``most_bytes`` if :data:`MOST_PARTS` parts are enough. If results must be
+        ``exact``, bit by bit, and one is a sum of matrix products, a part has whole blocks of
+        :data:`BLOCK_ROWS` rows, and may hold more.
         """
         total = int(self._run.rows)
         count = 2
@@ -145,10 +149,9 @@ class Memory:
 
 
 def makes_its_memory(operation: fx.Node) -> bool:
-    """Return whether an operation never returns a part of its inputs.
+    """Return whether an operation always allocates its results, and never returns views of inputs.
 
-    Operations that may do so, such as a reshape, can copy a whole tensor but return a view of a
-    part.
+    Others, such as a reshape, can copy a whole tensor but return a view of a part of it.
     """
     target = operation.target
     if not isinstance(target, torch._ops.OpOverload):

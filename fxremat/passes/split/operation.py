@@ -30,13 +30,13 @@ from fxremat.passes.split.ways import for_rows, is_pointwise, is_sum_of_products
 
 @dataclass(frozen=True, slots=True)
 class SizedRun:
-    """A run with the size of its parts.
+    """A run of operations, and the number of rows that it computes at a time.
 
     Attributes:
         run: the run.
-        memory: what a part of it holds.
-        part_rows: rows of a part.
-        part_bytes: bytes that a part holds.
+        memory: the memory that a part of it takes.
+        part_rows: how many rows a part has.
+        part_bytes: bytes that a part holds besides inputs and results of the run.
     """
 
     run: Run
@@ -46,7 +46,10 @@ class SizedRun:
 
     @classmethod
     def of(cls, run: Run, joint: JointGraph, large: Large, *, exact: bool) -> SizedRun:
-        """Return a run with parts as large as ``large`` allows."""
+        """Return ``run`` with as many rows in a part as ``large`` allows.
+
+        ``exact``: whether results must have the same bits as if all rows were computed at once.
+        """
         memory, most_bytes = Memory(run, joint), large.part_bytes(run, joint.storages)
         return cls(run, memory, *memory.part(most_bytes, exact=exact))
 
@@ -60,15 +63,16 @@ def as_operation(
     dense: Set[fx.Node] = frozenset(),
     marked: fx.Node | None = None,
 ) -> Parts:
-    """Return a run as one operation, which takes ``sources``.
+    """Return a callable that computes a run for some rows at a time; it takes ``sources``.
 
     Args:
         sized: the run.
-        sources: its inputs, in this order.
+        sources: the values that it reads, in the order of the arguments.
         joint: the step.
-        exact: whether its results must have the bits of the operations at once.
-        dense: sources whose parts are made dense.
-        marked: an operation that reads numbers in place of tensors, which are additional inputs.
+        exact: whether results must have the same bits as if all rows were computed at once.
+        dense: sources whose parts are copied to dense tensors.
+        marked: an operation of the run, or ``None``. In place of each tensor it reads one that is
+            filled with a number; these numbers are additional arguments.
     """
     run = sized.run
     inside = sized.memory.inside
@@ -106,7 +110,10 @@ def as_operation(
 
 
 def _allocations(run: Run, inside: Sequence[fx.Node], joint: JointGraph) -> Iterator[Made]:
-    """Yield the tensors that the traced operations allocate."""
+    """Yield each tensor that the operations allocate if all rows are computed at once.
+
+    It has the indices of the operations in ``inside`` from which and until which the tensor exists.
+    """
     table = joint.storages
     last = {s: i for i, n in enumerate(inside) for s in table.of(n.all_input_nodes)}
     last |= dict.fromkeys(table.of(value for _, value, _ in results_of_run(run)), len(inside))
@@ -120,7 +127,7 @@ def _allocations(run: Run, inside: Sequence[fx.Node], joint: JointGraph) -> Iter
 
 
 def _integers(inside: Sequence[fx.Node], sources: Sequence[fx.Node]) -> Integers:
-    """Return how operations read integer inputs, directly or through other operations."""
+    """Return which integer ``sources`` are read as indices, and which are converted to floats."""
     held = {n: {i} for i, n in enumerate(sources) if is_integer(n.meta["val"])}
     indices: set[int] = set()
     values: set[int] = set()
@@ -138,7 +145,7 @@ def _integers(inside: Sequence[fx.Node], sources: Sequence[fx.Node]) -> Integers
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:
-    """Yield what a graph computes, whatever its nodes are named."""
+    """Yield each node's operation and arguments as a text that names no nodes."""
     number = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         arguments = written((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
@@ -150,7 +157,7 @@ def _tensor_inputs(node: fx.Node | None) -> list[fx.Node]:
 
 
 def _is_uneven(node: fx.Node, run: Run) -> bool:
-    """Return whether the bits of a pointwise operation's results may depend on their places."""
+    """Return whether ``node`` is pointwise, and an element's bits may depend on its position."""
     return not run.ways[node].same_bits and is_pointwise(node)
 
 
@@ -177,7 +184,10 @@ def _witness(
 def _one_part(
     sized: SizedRun, sources: Sequence[fx.Node], dense: Set[fx.Node], marked: fx.Node | None
 ) -> tuple[fx.Graph, list[Output]]:
-    """Return the graph of one part of a run, and the results of the run."""
+    """Return a graph that computes one part of a run, and a description of each result of the run.
+
+    For the arguments see :func:`as_operation`.
+    """
     run, inside = sized.run, sized.memory.inside
     rows = Size(sized.part_rows, symbol(ROWS), {ROWS: sized.part_rows})
     graph = fx.Graph()
@@ -207,7 +217,10 @@ def _one_part(
 
 
 def _at_once(sized: SizedRun, sources: Sequence[fx.Node], marked: fx.Node | None) -> fx.Graph:
-    """Return the operations of a run as they were traced."""
+    """Return a graph that computes all rows of a run at once, with the operations as traced.
+
+    For the arguments see :func:`as_operation`.
+    """
     graph = fx.Graph()
     copied, numbers = _placeholders(graph, sources, marked)
     for node in sized.memory.inside:
@@ -220,7 +233,11 @@ def _at_once(sized: SizedRun, sources: Sequence[fx.Node], marked: fx.Node | None
 def _placeholders(
     graph: fx.Graph, sources: Sequence[fx.Node], marked: fx.Node | None
 ) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
-    """Add placeholders for sources, and for numbers in place of an operation's tensors."""
+    """Add placeholders to ``graph``: for each source, and for each tensor that ``marked`` reads.
+
+    ``marked`` is an operation that reads numbers in place of tensors, or ``None``. Returns the
+    placeholders in two dicts: by source, and by tensor that ``marked`` reads.
+    """
     copied = {n: graph.placeholder(f"in{i}") for i, n in enumerate(sources)}
     numbers = {n: graph.placeholder(f"number{i}") for i, n in enumerate(_tensor_inputs(marked))}
     return copied, numbers
@@ -233,9 +250,14 @@ def _add(
     copied: dict[fx.Node, fx.Node],
     numbers: Mapping[fx.Node, fx.Node],
 ) -> None:
-    """Add the call that stands for ``node``, with its values, to a graph.
+    """Add ``call`` to ``graph`` as the copy of ``node``, and a ``getitem`` for each of its values.
 
-    It reads ``numbers`` in place of their keys.
+    Args:
+        graph: the graph.
+        node: the operation that is copied.
+        call: function, arguments and keywords, with nodes of the original graph.
+        copied: copies of nodes; the new ones are added.
+        numbers: for each tensor that is replaced by one filled with a number, the number's node.
     """
     marked = {n: graph.call_function(filled, (copied[n], number)) for n, number in numbers.items()}
     copied[node] = add_call(graph, call, {**copied, **marked}, node.name)
@@ -245,12 +267,15 @@ def _add(
 
 
 def results_of_run(run: Run) -> list[tuple[fx.Node, fx.Node, int]]:
-    """Return each tensor that a run returns: its operation, the tensor, and its place."""
+    """Return a triple for each tensor that a run returns.
+
+    It has the operation, the tensor's node, and its index among the tensors of the operation.
+    """
     return [(target, value, i) for target in sorted(run.targets) for i, value in _results(target)]
 
 
 def _results(target: fx.Node) -> list[tuple[int, fx.Node]]:
-    """Return the tensors that an operation returns and that are read, with their places."""
+    """Return index and node of each tensor that an operation returns and that is read."""
     if is_tensor(target):
         return [(0, target)]
     return [(place_of(value), value) for value in values_of(target)]

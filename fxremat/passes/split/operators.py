@@ -38,7 +38,10 @@ On a CPU, others compute numbers that do not fill a vector by another formula, s
 
 
 def pointwise(call: Call) -> Dims | None:
-    """Label operators that compute each element from those in its place; tensors are broadcast."""
+    """Return the dimensions to split a pointwise operator along: all.
+
+    The result is ``None`` if it changes the memory format.
+    """
     formats = (None, torch.preserve_format, torch.contiguous_format)
     if call.values.get("memory_format") not in formats:
         return None
@@ -50,13 +53,16 @@ def pointwise(call: Call) -> Dims | None:
 
 
 def alike(call: Call) -> Dims:
-    """Label operators that read only a shape."""
+    """Return the dimensions to split an operator such as ``zeros_like`` along: all."""
     out = axes(call.out)
     return Dims({"self": out}, [out], exact=True)
 
 
 def moved(call: Call) -> Dims:
-    """Label operators that permute, insert or remove dimensions."""
+    """Return the dimensions along which an operator such as ``permute`` or ``squeeze`` is split.
+
+    These are all that both its input and its result have.
+    """
     self, values = call.tensors["self"], call.values
     labels, rank = list(axes(self)), len(self)
     out = labels[:]
@@ -75,7 +81,7 @@ def moved(call: Call) -> Dims:
 
 
 def expanded(call: Call) -> Dims:
-    """Label operators that enlarge dimensions, which are no rows then, or add some."""
+    """Return the dimensions to split ``expand`` or ``repeat`` along: those that keep their size."""
     self, out = call.tensors["self"], call.out
     new = len(out) - len(self)
     keeps = [i >= new and self[i - new] == size for i, size in enumerate(out)]
@@ -86,7 +92,7 @@ def expanded(call: Call) -> Dims:
 
 
 def along(call: Call) -> Dims:
-    """Label operators that work along some dimensions and keep all of them."""
+    """Return the dimensions to split an operator such as ``cumsum`` along: all but its ``dim``."""
     named = "dims" if "dims" in call.values else "dim"
     self = next(iter(call.tensors.values()))
     labels = axes(self, without=dims_of(call.values[named], self))
@@ -96,19 +102,22 @@ def along(call: Call) -> Dims:
 
 
 def gated(call: Call) -> Dims:
-    """Label products of one half of a dimension and a function of the other half."""
+    """Return the dimensions to split ``glu`` or its gradient along: all but the one it halves."""
     dims = along(call)
     return Dims(dims.inputs, dims.outputs)
 
 
 def banded(call: Call) -> Dims:
-    """Label operators that set some elements of each matrix to 0."""
+    """Return the dimensions to split ``tril`` or ``triu`` along: all but the last two."""
     labels = axes(call.out, without={len(call.out) - 1, len(call.out) - 2})
     return Dims({"self": labels}, [labels], exact=True)
 
 
 def normalized(call: Call) -> Dims:
-    """Label softmax, its logarithm, and their gradients."""
+    """Return the dimensions along which softmax, its logarithm, or a gradient of these is split.
+
+    These are all but the one along which a softmax adds up to 1.
+    """
     dims, rank = along(call), len(call.out)
     # Along other dimensions a vector holds several rows, and incomplete vectors are computed by
     # another formula.
@@ -124,7 +133,10 @@ def is_all(call: Call) -> bool:
 
 
 def sliced(call: Call) -> Dims:
-    """Label operators that read or write a slice of one dimension."""
+    """Return the dimensions along which an operator that reads or writes a slice is split.
+
+    These are all but the sliced one, and that as well if the slice covers it.
+    """
     labels = axes(
         call.out, without=set() if is_all(call) else dims_of(call.values["dim"], call.out)
     )
@@ -132,7 +144,10 @@ def sliced(call: Call) -> Dims:
 
 
 def picked(call: Call) -> Dims:
-    """Label operators that read one index of a dimension, or each of them, or write one."""
+    """Return the dimensions along which ``select``, ``select_scatter`` or ``unbind`` is split.
+
+    These are all but the one of which they read or write an index.
+    """
     writes = call.name != "unbind.int" and not call.name.startswith("select.")
     large = call.out if writes else call.tensors["self"]
     dim = call.values["dim"] % len(large)
@@ -144,7 +159,7 @@ def picked(call: Call) -> Dims:
 
 
 def joined(call: Call) -> Dims:
-    """Label operators that join tensors, along one of their dimensions or a new one."""
+    """Return the dimensions to split ``cat`` or ``stack`` along: all but the one they join."""
     dim = call.values["dim"] % len(call.out)
     labels = axes(call.out, without={dim})
     inner = labels[:dim] + labels[dim + 1 :] if call.name == "stack.default" else labels
@@ -152,7 +167,7 @@ def joined(call: Call) -> Dims:
 
 
 def padded(call: Call) -> Dims:
-    """Label operators that pad the last dimensions at their ends."""
+    """Return the dimensions to split ``constant_pad_nd`` along: those that it does not pad."""
     last = len(call.out) - 1
     labels = axes(
         call.out, without={last - i // 2 for i, n in enumerate(call.values["pad"]) if n != 0}
@@ -161,7 +176,10 @@ def padded(call: Call) -> Dims:
 
 
 def indexed(call: Call) -> Dims:
-    """Label operators that read or write indices of one dimension, as another tensor says."""
+    """Return the dimensions to split ``gather`` or a ``scatter`` along.
+
+    These are all but ``dim`` and those whose size differs between its tensors.
+    """
     every = [*call.tensors.values(), call.out]
     # Dimensions of different sizes get no label: an index need not cover all of them, and is not
     # broadcast.
@@ -172,7 +190,7 @@ def indexed(call: Call) -> Dims:
 
 
 def selected(call: Call) -> Dims:
-    """Label operators that read indices of one dimension, the same for all others."""
+    """Return the dimensions to split ``index_select`` along: all of its result and of the index."""
     self, index = call.tensors["self"], call.tensors["index"]
     dim = call.values["dim"] % max(len(self), 1)
     labels = axes(self, without={dim})
@@ -185,7 +203,7 @@ ORDERLESS = ("max", "min", "argmax", "argmin", "any", "all")
 
 
 def reduced(call: Call) -> Dims:
-    """Label reductions of some dimensions; a sum is the sum of the sums of its parts."""
+    """Return the dimensions to split a reduction along: those that remain, or all for ``sum``."""
     self = call.tensors["self"]
     gone = dims_of(call.values.get("dim"), self)
     out = axes(self, without=gone)
@@ -200,7 +218,11 @@ def reduced(call: Call) -> Dims:
 
 
 def product(*terms: str) -> Rule:
-    """Return the rule of a product, to which a tensor may be added; each letter is a dimension."""
+    """Return a function that says along which dimensions a matrix product is split.
+
+    ``terms`` have a letter for each dimension: one string for each factor, then one for the result.
+    ``product("nk", "km", "nm")`` is for ``mm`` and for ``addmm``, which adds a tensor.
+    """
     *letters, out = terms
     inner = {*"".join(letters)} - {*out}
 
@@ -218,7 +240,10 @@ def product(*terms: str) -> Rule:
 
 
 def normed(call: Call) -> Dims:
-    """Label norms over the last dimensions, and their gradients."""
+    """Return the dimensions along which a layer norm, an RMS norm, or a gradient of these is split.
+
+    These are the dimensions that are not normalized; gradients of weights are sums over them.
+    """
     self, inner = call.tensors["input"], len(call.values["normalized_shape"])
     labels = axes(self, without={*range(len(self) - inner, len(self))})
     inputs = dict.fromkeys(("input", "grad_out", "mean", "rstd"), labels)
@@ -241,7 +266,11 @@ BY_QUERY = (
 
 
 def attention(call: Call) -> Dims | None:
-    """Label attention: by head of each item, and by query if each query attends to all keys."""
+    """Return the dimensions along which scaled dot-product attention or its gradient is split.
+
+    These are items and heads, and queries if each of them attends to all keys. The result is
+    ``None`` with dropout, with a debug mask, or if there is a gradient of the bias.
+    """
     values = call.values
     has_unknown = values.get("return_debug_mask") or (values.get("grad_input_mask") or [False])[-1]
     if values["dropout_p"] or has_unknown:
@@ -262,7 +291,10 @@ def attention(call: Call) -> Dims | None:
 
 
 def batched(call: Call) -> Dims:
-    """Label operators on items of a batch; gradients of weights are summed up."""
+    """Return the dimension to split a convolution, a group norm, or a gradient along: the batch.
+
+    Gradients of weights are sums over it.
+    """
     inputs = {n: ("n", *whole(s)[1:]) for n, s in call.tensors.items() if n in BATCHED}
     outputs: list[Labels] = [("n", *whole(s)[1:]) for s in call.returns]
     if call.is_backward:
@@ -271,7 +303,10 @@ def batched(call: Call) -> Dims:
 
 
 def imaged(call: Call) -> Dims:
-    """Label operators on images: pools and samplings of the last dimensions."""
+    """Return the dimensions along which a pooling or resampling of images is split.
+
+    These are all but the last two, which are those of an image.
+    """
     inner = 2
     labels = axes(call.out, without={*range(len(call.out) - inner, len(call.out))})
     exact = call.on_cpu and "_bi" not in call.name
@@ -279,7 +314,10 @@ def imaged(call: Call) -> Dims:
 
 
 def embedding(call: Call) -> Dims:
-    """Label operators that read rows of a table as indices say, and the gradient of the table."""
+    """Return the dimensions to split ``embedding`` or its gradient along: all but the table's rows.
+
+    The gradient of the table is a sum over indices.
+    """
     places = axes(call.tensors["indices"])
     if not call.is_backward:
         inputs: dict[str, Labels] = {"weight": (None, "c"), "indices": places}
@@ -295,7 +333,10 @@ NONE, MEAN, _ = range(3)
 
 
 def loss(call: Call) -> Dims | None:
-    """Label the negative log likelihood of classes, which are the second dimension."""
+    """Return the dimensions to split ``nll_loss`` or its gradient along: all but the classes.
+
+    The result is ``None`` for a single row, and for a mean, but not for its gradient.
+    """
     self, reduction = call.tensors["self"], call.values["reduction"]
     if len(self) < 2 or (reduction == MEAN and not call.is_backward):
         return None
@@ -310,7 +351,11 @@ def loss(call: Call) -> Dims | None:
 
 
 def distance(call: Call) -> Dims | None:
-    """Label losses of each element, and their gradients; a mean reads the number of elements."""
+    """Return the dimensions along which an elementwise loss, such as ``mse_loss``, is split: all.
+
+    This holds for its gradient, too. The result is ``None`` for a mean, which reads the number of
+    elements, and if the target is broadcast.
+    """
     shape, reduction = call.tensors["self"], call.values["reduction"]
     if reduction == MEAN or call.tensors["target"] != shape:
         return None
@@ -367,12 +412,15 @@ OPERATORS_BY_RULE: Mapping[Rule, str] = {
 
 
 def overload(name: str) -> str:
-    """Return the name of an overload; the name of an operator alone stands for its default."""
+    """Return ``name``, with ``.default`` appended if it names no overload."""
     return name if "." in name else f"{name}.default"
 
 
 def overloads(names: str | Sequence[str]) -> list[str]:
-    """Return names of overloads, given names in a list or separated by blanks."""
+    """Return the names of overloads for ``names``, a list or a text with blanks in between.
+
+    Names of operators stand for their default overload.
+    """
     return [overload(name) for name in (names.split() if isinstance(names, str) else names)]
 
 

@@ -42,16 +42,21 @@ def split(
     looks: Looks,
     most_operations: int,
 ) -> fx.GraphModule | None:
-    """Return the graph of ``joint`` with runs in parts in place of large values.
+    """Return the graph of ``joint`` in which large values are computed for some rows at a time.
+
+    Operations that compute or read them are replaced by runs: each is one operation, which computes
+    part after part of its rows.
 
     Args:
         joint: the step; it is not changed.
         large: values that must not exist whole, and what one part of a run may hold.
-        other_bits: called for each operation whose kernel may round otherwise in parts, then for
-            each run as it will be emitted; ``None``: results may differ by rounding.
+        other_bits: returns what differs if a run is computed in parts. It is called for each
+            operation whose kernel may round otherwise in parts, then for each run as it will be
+            emitted. ``None``: results may differ by rounding.
         early_gradients: whether gradients of losses are computed together with them if possible.
-        expected: see :func:`~fxremat.passes.split.losses.gradients_with_losses`.
-        looks: limits the search for runs.
+        expected: expected gradients of the step's results; see
+            :func:`~fxremat.passes.split.losses.gradients_with_losses`.
+        looks: counts and limits the steps of the search for runs.
         most_operations: how many operations a run has at most.
 
     Ensures: random draws keep their order; results and gradients keep their layouts.
@@ -78,7 +83,7 @@ def _in_parts(
     looks: Looks,
     most_operations: int,
 ) -> fx.GraphModule | None:
-    """Return the graph of ``joint``, whose losses are prepared, as :func:`split` does."""
+    """Return the graph, or ``None``, as :func:`split` does, but without rewriting losses first."""
     refused: set[tuple[fx.Node, Way]] = set()
     exact, cache = other_bits is not None, Ways()
     while True:
@@ -105,7 +110,11 @@ def _in_parts(
 def _refused(
     sized: SizedRun, joint: JointGraph, other_bits: OtherBits | None
 ) -> Iterator[tuple[fx.Node, Way]]:
-    """Yield operations and ways of a run that cannot be used; the search is then repeated."""
+    """Yield operations of a run, with their ways, that must not be used in another search.
+
+    These are the targets if there is a single part, and operations that parts compute with other
+    bits.
+    """
     if sized.part_rows >= sized.run.rows:  # there is one part
         yield from ((target, sized.run.ways[target]) for target in sized.run.targets)
     elif other_bits is not None:
@@ -119,7 +128,7 @@ def _refused(
 def _changed(
     sized: SizedRun, joint: JointGraph, other_bits: OtherBits
 ) -> Iterator[tuple[fx.Node, Way]]:
-    """Yield operations and ways of a run that, as emitted, computes them with other bits.
+    """Yield operations, with their ways, that have other bits if their run is computed in parts.
 
     Each operation may keep its bits by itself, but not with inputs that another one has laid out.
     """
@@ -135,7 +144,7 @@ def _changed(
 def _single_operation(
     node: fx.Node, way: Way, sized: SizedRun, joint: JointGraph
 ) -> tuple[Parts, Tensors]:
-    """Return an operation in parts by itself, and its inputs.
+    """Return ``node`` by itself as an operation in parts, and the fake tensors that it reads.
 
     Parts of inputs that the run computes itself are dense, as they are in the run.
     """
@@ -187,7 +196,10 @@ class _Writer:
         return self._run_of.get(operation, operation)
 
     def _ordered(self) -> list[fx.Node | Run]:
-        """Return what is needed, each item after all that it reads, otherwise as in the graph."""
+        """Return the operations and runs that the step needs, each after all that it reads.
+
+        Where that leaves a choice, they are in graph order. Random draws keep their order.
+        """
         joint = self._joint
         order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
         draws = [n for n in (*joint.forward, *joint.backward) if rng.is_state(n) or rng.draws(n)]
@@ -247,6 +259,6 @@ class _Writer:
 
 
 def _waits_for(node: fx.Node) -> list[fx.Node]:
-    """Return the waits for the results of an operation, if it is a collective."""
+    """Return the nodes that wait for the results of ``node``; empty if it is no collective."""
     users = (user for value in (node, *values_of(node)) for user in value.users)
     return [user for user in users if torch_compat.is_wait(user)]

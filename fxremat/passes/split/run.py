@@ -14,7 +14,9 @@ from fxremat.passes.parts.rows import Rows, Way
 
 @dataclass(slots=True)
 class Looks:
-    """Counts how often the search looks at an operation: work that is the same in all processes.
+    """Counts and limits how often the search for runs tries to add an operation to one.
+
+    Unlike time, the count is the same in all processes.
 
     Attributes:
         most: limit on the count; ``None``: no limit.
@@ -39,7 +41,8 @@ class Run:
     Attributes:
         rows: the number of rows; may follow sizes.
         ways: for each operation, how it is computed in parts.
-        rows_of: for each value that it computes or reads, the rows, or ``None`` for the whole.
+        rows_of: for each value that it computes or reads, the dimensions that are its rows, or
+            ``None`` if each part reads the whole value.
         targets: operations whose results it returns.
     """
 
@@ -51,13 +54,13 @@ class Run:
 
     @property
     def sources(self) -> list[fx.Node]:
-        """Values that it reads."""
+        """Values that it reads and does not compute."""
         if self._sources is None:
             self._sources = [n for n in self.rows_of if operation_of(n) not in self.ways]
         return self._sources
 
     def joined(self, other: Run, most_operations: int) -> Run | None:
-        """Return both as one run; ``None`` if :meth:`joins` says that they cannot be one."""
+        """Return one run with the operations of both, or ``None`` if :meth:`joins` is false."""
         if not self.joins(other, most_operations):
             return None
         return Run(
@@ -68,7 +71,11 @@ class Run:
         )
 
     def joins(self, other: Run, most_operations: int) -> bool:
-        """Return whether both can be one run, of at most so many operations."""
+        """Return whether this run and ``other`` can be one run of up to ``most_operations``.
+
+        They must have the same number of rows and a common operation, and must compute or read each
+        common value in the same rows.
+        """
         if self.rows != other.rows:
             return False
         shared = self.ways.keys() & other.ways.keys()
@@ -82,7 +89,7 @@ class Run:
         return not (self._conflicts(other) or other._conflicts(self))
 
     def _conflicts(self, other: Run) -> bool:
-        """Return whether ``other`` reads a result of this run otherwise than parts return it."""
+        """Return whether ``other`` reads a value in other rows than this run computes it in."""
         for value in other.sources:
             way = self.ways.get(operation_of(value))
             if way is not None and way.outputs[place_of(value)] != other.rows_of[value]:
@@ -91,12 +98,12 @@ class Run:
 
 
 class Order:
-    """The operations of a step, each after all that it reads; a run is one of them.
+    """A list of a step's operations and runs, in which each is after all that it reads.
 
     Args:
         made: values of the step.
         runs: runs with one target each.
-        places: places of nodes in the graph.
+        places: the index of each node in the graph.
     """
 
     def __init__(
@@ -108,7 +115,10 @@ class Order:
         self._place = {item: i for i, item in enumerate(self._items)}
 
     def join(self, one: Run, other: Run, both: Run) -> bool:
-        """Let ``both`` replace two runs, unless what it reads depends on what it returns."""
+        """Replace two runs in the list by ``both``, the run that joins them; return success.
+
+        Nothing changes if an input of ``both`` depends on one of the two.
+        """
         first, last = sorted((self._place[one], self._place[other]))
         needed: set[fx.Node | Run | None] = set()
         waiting = list(both.sources)
@@ -133,7 +143,7 @@ class Order:
 
 
 def place_of(value: fx.Node) -> int:
-    """Return the place of a value among the tensors that its operation returns."""
+    """Return the index of ``value`` among the tensors that its operation returns."""
     if not is_getitem(value):
         return 0
     index = value.args[1]
@@ -143,5 +153,5 @@ def place_of(value: fx.Node) -> int:
 
 
 def results_of(node: fx.Node) -> list[fx.Node]:
-    """Return the values that an operation returns and that are read."""
+    """Return the ``getitem`` nodes that pick results of ``node``, or else ``node`` itself."""
     return values_of(node) or [node]

@@ -35,7 +35,7 @@ Refused = Set[tuple[fx.Node, Way]]
 
 @dataclass(frozen=True, slots=True)
 class Large:
-    """Values that must not exist whole.
+    """Which values are large: they must not exist whole, only some rows at a time.
 
     Attributes:
         most_bytes: values that take more are large; also what a part that computes them may hold.
@@ -48,12 +48,12 @@ class Large:
     names_bytes: int = 0
 
     def has(self, storage: int, table: StorageTable) -> bool:
-        """Return whether a storage is large."""
+        """Return whether a storage, by its index in ``table``, is large."""
         nbytes, is_named = table.nbytes[storage], table.owner[storage].name in self.names
         return nbytes > self.most_bytes or (is_named and nbytes > self.names_bytes)
 
     def part_bytes(self, run: Run, table: StorageTable) -> int:
-        """Return the bytes that a part of a run may hold."""
+        """Return the most bytes that one part of ``run`` may hold."""
         values = table.of((*run.ways, *run.rows_of))
         named = any(table.owner[i].name in self.names for i in values)
         return min(self.most_bytes, self.names_bytes) if named else self.most_bytes
@@ -69,31 +69,34 @@ def runs_of(
     most_operations: int,
     looks: Looks | None = None,
 ) -> list[Run]:
-    """Return runs so that no large value is computed whole, as far as that is possible.
+    """Return runs that compute large values for some rows at a time.
+
+    As few large values as possible are still computed whole.
 
     Args:
         joint: the step.
         large: which values are large.
-        exact: results must have the bits that they have at once: only sums of products are allowed.
-        refused: ways that must not be used.
-        cache: a cache of ways.
+        exact: whether results must have the same bits as if all rows were computed at once. Of sums
+            over rows, only matrix products are allowed then.
+        refused: operations, with the ways in which they must not be computed.
+        cache: ways to compute operations in parts, by operation and number of rows.
         most_operations: how many operations a run has at most; also the most values that one of
             them reads, and the most operations that read one of them.
-        looks: limits the search; if it is exceeded, the result is incomplete.
+        looks: counts and limits the steps of the search; the result is incomplete at its limit.
     """
     return _Finder(joint, large, exact, refused, cache, most_operations, looks or Looks()).find()
 
 
 @dataclass(slots=True)
 class _RowCount:
-    """Ways and runs for one number of rows.
+    """What the search has found for one number of rows.
 
     Attributes:
         count: the number of rows.
         most_operations: how many operations a run has at most.
-        ways: the allowed ways of each operation.
-        giving: for each value, ways of its operation by the rows in which they return it.
-        computing: runs by each operation in them.
+        ways: the allowed ways to compute each operation for some rows at a time.
+        giving: ways to compute each value, by the dimensions of the value that are rows.
+        computing: the runs that each operation is in.
     """
 
     count: int
@@ -107,7 +110,7 @@ class _RowCount:
             self.computing.setdefault(operation, []).append(run)
 
     def joins(self, run: Run) -> bool:
-        """Return whether a run can be joined with one that was added."""
+        """Return whether ``run`` can be joined with a run that :meth:`add` was called for."""
         alike = Counter(itertools.chain.from_iterable(self.computing.get(n, ()) for n in run.ways))
         most = self.most_operations
         return any(
@@ -188,7 +191,7 @@ class _Finder:
     def _is_large(self, node: fx.Node) -> bool:
         """Return whether a value is large and in memory that the step itself allocates.
 
-        Values that more operations read than a run can have do not count: they would be computed
+        Values that more operations read than a run can have are not large: they would be computed
         again in run after run, such as a sequence whose elements are read one by one.
         """
         if node not in self._large:
@@ -218,9 +221,10 @@ class _Finder:
         return not (self._exact and is_sum)
 
     def _run_to(self, target: fx.Node) -> Run | None:
-        """Return the run to the results of an operation that leaves the fewest large bytes whole.
+        """Return the run that computes ``target`` and reads the fewest bytes of large values.
 
-        Of equal runs it is one that can be joined with another, otherwise the one of most rows.
+        Of equal runs it is one that can be joined with another, otherwise the one of most rows. The
+        result is ``None`` if no run reads fewer of these bytes than ``target`` does.
         """
         least_bytes = self._bytes_of(n for n in target.all_input_nodes if self._is_large(n))
         best: list[Run] = []
@@ -251,7 +255,10 @@ class _Finder:
         return self._bytes_of(n for n in run.sources if self._is_large(n))
 
     def _counts(self, target: fx.Node) -> list[int]:
-        """Return products of adjacent dimensions of the large values that an operation reads."""
+        """Return the numbers of rows to try for ``target``.
+
+        These are the products of adjacent dimensions of the large values that it reads.
+        """
         counts: dict[int, None] = {}
         for node in target.all_input_nodes:
             if self._is_large(node):
@@ -263,9 +270,10 @@ class _Finder:
         return list(counts)
 
     def _expand(self, run: Run, operation: fx.Node, way: Way, counted: _RowCount) -> bool:
-        """Let ``run`` compute an operation and all large values that it needs; return success.
+        """Add ``operation`` and the large values that it reads to ``run``; return success.
 
-        ``run`` is unchanged on failure.
+        ``way`` is the way to compute it; ``counted`` has what was found for the run's number of
+        rows. On failure ``run`` is unchanged.
         """
         ways, rows_of = run.ways, run.rows_of
         if len(ways) >= self._most_operations:
@@ -287,7 +295,10 @@ class _Finder:
         return ok
 
     def _take(self, run: Run, value: fx.Node, rows: Rows | None, counted: _RowCount) -> bool:
-        """Let ``run`` read these rows of ``value``, computing it if it is large; return success."""
+        """Let ``run`` read ``value``, or compute it if it is large; return success.
+
+        ``rows`` are the dimensions of ``value`` that are rows; ``None``: each part reads it whole.
+        """
         if value in run.rows_of:
             existing = run.rows_of[value]
             return existing is rows or existing == rows
@@ -300,14 +311,14 @@ class _Finder:
         return True
 
     def _reads_large(self, value: fx.Node) -> bool:
-        """Return whether a value is large, or computed from one that is."""
+        """Return whether ``value``, or a value that its operation reads, is large."""
         if value not in self._reads_large_cache:
             near = (value, *operation_of(value).all_input_nodes)
             self._reads_large_cache[value] = value in self._made and any(map(self._is_large, near))
         return self._reads_large_cache[value]
 
     def _rows_are_view(self, value: fx.Node, rows: Rows) -> bool:
-        """Return whether rows of a value are a view of it."""
+        """Return whether some rows of ``value`` are a view of it, so that no copy is necessary."""
         cache = self._views.setdefault(value, {})
         if rows not in cache:
             cache[rows] = _are_rows_a_view(value, rows)
@@ -320,7 +331,10 @@ class _Finder:
         return not draws and self._joint.mutated.isdisjoint(reads)
 
     def _compute(self, run: Run, value: fx.Node, rows: Rows, counted: _RowCount) -> bool:
-        """Let ``run`` compute ``value`` in these rows; return success."""
+        """Add the operation of ``value``, with what it needs, to ``run``; return success.
+
+        ``rows`` are the dimensions of ``value`` that must be rows.
+        """
         if value not in self._made_by:
             self._made_by[value] = operation_of(value), place_of(value)
         operation, index = self._made_by[value]
@@ -339,7 +353,10 @@ class _Finder:
         return False
 
     def _giving(self, operation: fx.Node, index: int, counted: _RowCount) -> dict[Rows, list[Way]]:
-        """Return ways in which a run may compute an operation, by the rows of one of its values."""
+        """Return ways to compute ``operation``, by the dimensions of its result that are rows.
+
+        ``index`` is the index of this result among the tensors that the operation returns.
+        """
         by_rows: dict[Rows, list[Way]] = {}
         for way in self._all_ways(operation, counted) if self._may_run_again(operation) else ():
             given = way.outputs[index]
@@ -348,7 +365,7 @@ class _Finder:
         return by_rows
 
     def _grouped(self, runs: list[Run]) -> list[Run]:
-        """Join runs that compute the same values in the same rows, if none depends on another."""
+        """Return ``runs``, with independent ones joined if they compute values in the same rows."""
         order = Order(self._made, runs, self._order)
         groups: list[Run] = []
         computing: dict[fx.Node, list[int]] = {}  # places of groups, by each operation in them
@@ -365,7 +382,11 @@ class _Finder:
         return groups
 
     def _join(self, groups: list[Run], place: int, run: Run, order: Order) -> bool:
-        """Let a group also compute what ``run`` does; return success."""
+        """Replace ``groups[place]`` by a run that also computes ``run``; return success.
+
+        Both must be in the forward, or both in the backward. Together they must not read more bytes
+        of large values than one of them alone.
+        """
         group = groups[place]
         if len({each.targets[0] in self._backward for each in (group, run)}) > 1:
             return False

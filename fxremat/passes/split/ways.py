@@ -41,7 +41,7 @@ SHAPED = {
 
 
 def ways(node: fx.Node, count: int) -> tuple[Way, ...]:
-    """Return the ways in which ``node`` can be computed for some of ``count`` rows."""
+    """Return the ways to compute ``node`` for some of ``count`` rows at a time; ``()`` if none."""
     call = call_of(node)
     if call is None or int(count) < 2:
         return ()
@@ -53,7 +53,10 @@ def ways(node: fx.Node, count: int) -> tuple[Way, ...]:
 
 
 class Ways:
-    """A cache of ways to compute operations in parts, shared by operations of the same kind."""
+    """A cache of ways to compute operations for some rows at a time.
+
+    Operations that differ only in the values that they read share an entry.
+    """
 
     def __init__(self) -> None:
         self._cache: dict[tuple[object, ...], tuple[Way, ...]] = {}
@@ -70,7 +73,7 @@ class Ways:
 
 
 def _kind_of(node: fx.Node) -> str:
-    """Return a text that is equal for operations with the same ways."""
+    """Return a text of operator, arguments and layouts: operations with equal texts share ways."""
 
     def described(read: fx.Node) -> str:
         tensors = [(t.dtype, t.device.type, t.layout) for t in tensors_of(read)]
@@ -88,7 +91,7 @@ def _rule_of(node: fx.Node) -> Rule | None:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return whether an operator of aten computes each number from the numbers in its place."""
+    """Return whether ``node`` computes each element from the elements at the same position."""
     return _rule_of(node) is operators.pointwise
 
 
@@ -98,12 +101,15 @@ def reads_indices(node: fx.Node) -> bool:
 
 
 def is_sum_of_products(node: fx.Node, way: Way) -> bool:
-    """Return whether an operation is a sum over parts of products, which are added up in place."""
+    """Return whether ``node``, computed in this way, is a sum of one matrix product per part."""
     return node.target is torch.ops.aten.mm.default and way.outputs == (Result.SUM,)
 
 
 def for_rows(node: fx.Node, way: Way, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of ``node`` for a part: nodes stay, sizes follow the number of rows."""
+    """Return the positional and keyword arguments of ``node`` for a part of ``rows`` rows.
+
+    Nodes among them stay, and sizes are those of the part.
+    """
     args, kwargs = list(node.args), dict(node.kwargs)
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     for name, value in _resized(node, way, rows):
@@ -116,7 +122,7 @@ def for_rows(node: fx.Node, way: Way, rows: int) -> tuple[tuple[Any, ...], dict[
 
 
 def _resized(node: fx.Node, way: Way, rows: int) -> Iterator[tuple[str, Any]]:
-    """Yield arguments that depend on the number of rows, with their values for a part."""
+    """Yield name and value of each argument of ``node`` that differs in a part of ``rows`` rows."""
     name, where = name_of(node), way.outputs[0]
     if name in SHAPED and isinstance(where, Rows):
         yield SHAPED[name], list(part_of(shape_of(node), where, rows))
@@ -129,7 +135,7 @@ def _resized(node: fx.Node, way: Way, rows: int) -> Iterator[tuple[str, Any]]:
 
 
 def places(shape: Shape, count: int) -> Iterator[Rows]:
-    """Yield the dimensions of a tensor that have ``count`` rows."""
+    """Yield each range of dimensions whose sizes multiply to ``count``, with no 1 at its ends."""
     for first, last in ((a, b) for b in range(len(shape) + 1) for a in range(b)):
         inner = shape[first:last]
         is_near = math.prod(map(int, inner)) == int(count)
@@ -138,7 +144,7 @@ def places(shape: Shape, count: int) -> Iterator[Rows]:
 
 
 def _views(call: Call, count: int) -> Iterator[Way]:
-    """Yield the ways of an operation that changes the shape of a tensor."""
+    """Yield the ways to compute a view or reshape for some of ``count`` rows at a time."""
     self, out = call.tensors["self"], call.out
     if 0 in map(int, out):
         return
@@ -150,7 +156,7 @@ def _views(call: Call, count: int) -> Iterator[Way]:
 
 
 def _ways(node: fx.Node, call: Call, dims: Dims, count: int) -> Iterator[Way]:
-    """Yield the ways of an operation whose dimensions run together as ``dims`` says."""
+    """Yield the ways to compute ``node`` for some of ``count`` rows, given its labels ``dims``."""
     nodes, inputs = zip(*_inputs(call, dims), strict=True)
     given = zip(call.returns, dims.outputs, strict=True)
     outputs = [(shape, labels) for shape, labels in given if shape is not None]
@@ -180,7 +186,10 @@ def _way(
     run: Labels,
     dims: Dims,
 ) -> Iterator[Way]:
-    """Yield the way along ``run``, if there is one; ``inputs`` belong to ``nodes``."""
+    """Yield the way to split ``node`` along the dimensions labeled ``run``, if there is one.
+
+    ``inputs`` are shapes and labels of ``nodes``, which it reads; ``outputs`` those of its results.
+    """
     rows_of: dict[fx.Node, Rows | None] = {}
     for read, (shape, labels) in zip(nodes, inputs, strict=True):
         where = _place(shape, labels, run)
@@ -204,7 +213,7 @@ def _present_labels(shape: Shape, labels: Labels) -> Labels:
 
 
 def _place(shape: Shape, labels: Labels, run: Labels) -> Rows | None:
-    """Return the dimensions of a tensor that have all of ``run``, unbroken."""
+    """Return the adjacent dimensions of a tensor that are labeled ``run``, or ``None``."""
     at = [i for i, size in enumerate(shape) if size != 1]
     present = _present_labels(shape, labels)
     start = present.index(run[0]) if run[0] in present else len(present)
@@ -214,7 +223,7 @@ def _place(shape: Shape, labels: Labels, run: Labels) -> Rows | None:
 
 
 def _inputs(call: Call, dims: Dims) -> Iterator[tuple[fx.Node, tuple[Shape, Labels]]]:
-    """Yield each tensor among the arguments, with its shape and labels."""
+    """Yield each tensor among the arguments of ``call``: its node, shape and labels."""
     for name, value in call.values.items():
         given = dims.inputs.get(name)
         nodes = value if isinstance(value, (tuple, list)) else [value]
