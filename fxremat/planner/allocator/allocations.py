@@ -38,11 +38,11 @@ outputs."""
 
 
 def settings_of(device: torch.device) -> AllocatorSettings | None:
-    """Return the settings of a device's allocator.
+    """Return the settings of the caching allocator of ``device``; ``None`` if it needs no model.
 
-    Returns:
-        ``None`` if the allocator is assumed to hand out exactly what is requested: on a CPU, and,
-        with a warning, for CUDA's own allocator (``cudaMallocAsync``) and for plugged-in ones.
+    An allocator without a model is assumed to hand out exactly what is requested. That holds on a
+    CPU, and, with a warning, for CUDA's own allocator (``cudaMallocAsync``) and for plugged-in
+    ones.
     """
     if device.type != "cuda":
         return None
@@ -59,12 +59,13 @@ def settings_of(device: torch.device) -> AllocatorSettings | None:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests of a step to the allocator: allocations and releases.
+    """Requests of one training step to the device's allocator: allocations and releases.
 
     Attributes:
         given_bytes: sizes of the tensors that exist before the step.
-        calls: requests of each call, including the copies from the host that precede it.
-        loss_point: requests at the loss point, the last releases of the forward first.
+        calls: requests of each call of a stage's forward or backward, including the copies from the
+            host that precede it.
+        loss_point: requests between forward and backward, the last releases of the forward first.
         loss_point_index: index of the first call after the loss point.
         end: requests after the last call.
         unplaced_bytes: bytes that are held in blocks of unknown size. A replay counts them as held
@@ -79,7 +80,7 @@ class Requests:
     unplaced_bytes: int
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over the requests of the step, in order."""
+        """Yield the requests of the step, except for ``given_bytes``, in order of execution."""
         for index, requests in enumerate(self.calls):
             if index == self.loss_point_index:
                 yield from self.loss_point
@@ -95,11 +96,18 @@ def requests_of_step(
     *,
     in_pieces: bool = False,
 ) -> Requests:
-    """Return what the graphs of ``program`` request.
+    """Return the allocations and releases of one step that runs ``program``.
 
-    Unless ``in_pieces`` is set, a workspace is one request right after the results of its
-    operation. The memory of a loss outside the model is one request after the tangents, except for
-    its small blocks.
+    The memory of a loss outside the model is one request after the gradients of the outputs, except
+    for its small blocks.
+
+    Args:
+        program: the calls of the step.
+        context_bytes: memory of the step that these calls do not allocate.
+        footprints: what each call allocates and releases.
+        moves: storages that are in host memory for part of the step.
+        in_pieces: whether to use the measured requests of an operation where there are any.
+            Otherwise its workspace is one request right after its results.
 
     Ensures: at each point the sum of the requests is what an evaluation reports as held.
     """
@@ -137,8 +145,9 @@ def _without_empty(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _transient(nbytes: int, small_bytes: int = 0) -> tuple[Request, ...]:
-    """Return requests that allocate and release ``nbytes``, ``small_bytes`` of it in the small
-    pool.
+    """Return requests that allocate ``nbytes`` in all, and then free them again.
+
+    ``small_bytes`` of them are allocated in blocks of the small pool, the others in one block.
     """
     pieces = range(0, small_bytes, MOST_SMALL_BYTES)
     small = [min(MOST_SMALL_BYTES, small_bytes - begin) for begin in pieces]
@@ -149,11 +158,11 @@ def _transient(nbytes: int, small_bytes: int = 0) -> tuple[Request, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """The peaks of a step, as the allocator counts them.
+    """Peak memory of a step, as torch's caching allocator counts it.
 
     Attributes:
-        allocated_bytes: bytes of the blocks that the allocator has handed out.
-        reserved_bytes: bytes that the allocator has taken from the device. For a plan, this
+        allocated_bytes: peak bytes of the blocks that the allocator has handed out.
+        reserved_bytes: peak bytes that the allocator has taken from the device. For a plan, this
             includes ``SPARE_BYTES``.
     """
 
@@ -161,12 +170,12 @@ class Allocated:
     reserved_bytes: int
 
     def counted_bytes(self, counted: Counted) -> int:
-        """Return the peak that a budget of this kind limits."""
+        """Return ``reserved_bytes`` if ``counted`` is ``"reserved"``, else ``allocated_bytes``."""
         return self.reserved_bytes if counted == "reserved" else self.allocated_bytes
 
 
 def replay_requests(requests: Requests, settings: AllocatorSettings) -> Allocated:
-    """Replay ``STEPS`` steps, starting with an empty cache, and return the peaks."""
+    """Simulate the allocator for ``STEPS`` steps, from an empty cache, and return the peaks."""
     allocated_bytes, reserved_bytes = peaks_of(settings, requests.given_bytes, (*requests,), STEPS)
     return Allocated(
         allocated_bytes + requests.unplaced_bytes, reserved_bytes + requests.unplaced_bytes
@@ -175,15 +184,15 @@ def replay_requests(requests: Requests, settings: AllocatorSettings) -> Allocate
 
 @dataclass(frozen=True, slots=True)
 class Allocations:
-    """Allocator peaks of the programs of one line, with a cache.
+    """Computes a schedule's peak memory as the device's allocator counts it, with a cache.
 
     Attributes:
-        footprints: footprints of the line's blocks.
-        context_bytes: memory of the step that no block allocates.
+        footprints: what each call of the step allocates and releases.
+        context_bytes: memory of the step that no call allocates.
         settings: settings of the device's allocator; ``None`` if it hands out exactly what is
             requested and reserves no more.
         budget_on: which of the two peaks the budget limits.
-        replayed: results by candidate.
+        replayed: the peaks that were computed, by the candidate's key.
     """
 
     footprints: Footprints
@@ -193,9 +202,10 @@ class Allocations:
     replayed: dict[Hashable, Allocated] = field(default_factory=dict)
 
     def of(self, candidate: Candidate, program: Callable[[], Program]) -> Allocated:
-        """Return the peaks of a candidate; they are never less than its ``peak_bytes``.
+        """Return the allocator's peaks for a candidate schedule, at least its ``peak_bytes`` each.
 
-        ``program`` builds the calls of the candidate, and is called only if these must be replayed.
+        ``program`` returns the calls of the candidate. It is called only if the allocator must be
+        simulated for them.
         """
         if self.settings is None:
             return Allocated(candidate.peak_bytes, candidate.peak_bytes)
@@ -218,11 +228,14 @@ def crowded(
     *,
     limit_bytes: int,
 ) -> dict[str, int]:
-    """Return values of the operations of a step that run while more than ``limit_bytes`` are held.
+    """Return the bytes of values that operations read or compute above ``limit_bytes`` of memory.
 
-    Values that are held at that time but neither read nor made are left out: the operation would
-    hold them as well if it ran in parts. The result has the bytes of the largest such value of each
-    operation, by the operation's name.
+    They are those of operations that run while more than ``limit_bytes`` are held. Other values
+    that are held at that time are left out: the operation would hold them as well if it ran in
+    parts.
+
+    Returns:
+        The bytes of the largest such value that an operation computes, by the operation's name.
     """
     line = program.line
     table = line.joint.storages

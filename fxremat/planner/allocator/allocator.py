@@ -68,10 +68,10 @@ MOST_STREAMS = 16
 
 @dataclass(frozen=True, slots=True)
 class AllocatorSettings:
-    """Settings of the allocator.
+    """Settings of torch's caching allocator for CUDA, as ``PYTORCH_CUDA_ALLOC_CONF`` gives them.
 
     Attributes:
-        expandable_segments: whether segments grow.
+        expandable_segments: whether a segment grows instead of a new one being taken.
         large_segment_bytes: size of a segment of the large pool.
         max_split_bytes: blocks of at least this size are not split; ``None``: all blocks may be.
         max_waste_bytes: by how much such a block may exceed the request that it serves.
@@ -101,9 +101,10 @@ class AllocatorSettings:
 
     @staticmethod
     def read(snapshot: Mapping[str, object]) -> AllocatorSettings:
-        """Read ``torch.cuda.memory._snapshot()["allocator_settings"]``.
+        """Return the settings in ``torch.cuda.memory._snapshot()["allocator_settings"]``.
 
-        Two of the sizes are only in the text of the environment variable.
+        ``large_segment_bytes`` and ``max_waste_bytes`` are only in the text of the environment
+        variable, which ``snapshot`` includes.
         """
         text = " ".join(str(value) for key, value in snapshot.items() if "ALLOC_CONF" in key)
         written = _integer_settings(text)
@@ -121,7 +122,7 @@ class AllocatorSettings:
         )
 
     def block_bytes(self, nbytes: int) -> int:
-        """Return the size of the smallest block that holds ``nbytes``; 0 bytes take no block."""
+        """Return the bytes to which the allocator rounds up a request for ``nbytes``; 0 for 0."""
         if nbytes == 0:
             return 0
         index = min(max(nbytes.bit_length() - MIB.bit_length(), 0), ROUNDING_RANGES - 1)
@@ -133,20 +134,20 @@ class AllocatorSettings:
 
     @property
     def rules(self) -> Ints:
-        """The rules as ``planner.allocator.blocks`` has them."""
+        """All settings but ``divisions``, as the array ``planner.allocator.blocks.State.rules``."""
         most = NEVER if self.max_split_bytes is None else self.max_split_bytes
         numbers = self.expandable_segments, self.large_segment_bytes, most, self.max_waste_bytes
         return np.array(numbers, dtype=np.int64)
 
 
 def _integer_settings(text: str) -> dict[str, int]:
-    """Return the settings in ``text`` whose value is one integer."""
+    """Parse text such as ``"name:20,other:True"``; return settings whose value is an integer."""
     pairs = (entry.partition(":") for entry in text.replace(" ", "").split(","))
     return {key: int(value) for key, _, value in pairs if value.isdigit()}
 
 
 class CachingAllocator:
-    """The caching allocator of one device, with an empty cache at first."""
+    """A simulation of torch's caching allocator on one device. Its cache is empty at first."""
 
     def __init__(self, settings: AllocatorSettings | None = None) -> None:
         self._settings = settings or AllocatorSettings()
@@ -157,29 +158,29 @@ class CachingAllocator:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the blocks that are handed out, each counted whole."""
+        """Bytes of the blocks that are handed out now, which may be more than was requested."""
         return int(self._state.totals[ALLOCATED])
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that were taken from the device."""
+        """Bytes that the allocator has taken from the device, in use or cached."""
         return int(self._state.totals[RESERVED])
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """The maximum of ``allocated_bytes``."""
+        """The maximum of ``allocated_bytes`` so far."""
         return int(self._state.totals[MOST_ALLOCATED])
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The maximum of ``reserved_bytes``."""
+        """The maximum of ``reserved_bytes`` so far."""
         return int(self._state.totals[MOST_RESERVED])
 
     def allocate(self, nbytes: int, *, stream: int = 0) -> int:
-        """Hand out a block for ``nbytes`` and return the handle by which it is freed.
+        """Hand out a block of at least ``nbytes``, and return a handle to pass to :meth:`free`.
 
         Raises:
-            ValueError: ``nbytes`` is negative, or the stream is one too many.
+            ValueError: ``nbytes`` is negative, or more than ``MOST_STREAMS`` streams are used.
         """
         if nbytes < 0:
             raise ValueError(f"{nbytes} bytes cannot be allocated")
@@ -193,7 +194,7 @@ class CachingAllocator:
         return self._last_handle
 
     def free(self, handle: int) -> None:
-        """Put a block back into its stream's pool.
+        """Put the block that was handed out with ``handle`` back among the free blocks.
 
         Raises:
             ValueError: the handle belongs to no block that is handed out.
@@ -205,9 +206,9 @@ class CachingAllocator:
             put_back(self._state, block)
 
     def blocks(self) -> tuple[tuple[int, int, bool], ...]:
-        """Return address, size and whether it is free for each block, by address.
+        """Return ``(address, bytes, is_free)`` of every block, in order of addresses.
 
-        Adjacent addresses mean that two blocks lie in the same segment.
+        Two blocks lie in the same segment if there is no gap between them.
         """
         table, counts = self._state.table, self._state.pools[0]
         free = [n for own, count in zip(self._state.free, counts, strict=True) for n in own[:count]]
@@ -216,7 +217,7 @@ class CachingAllocator:
         return tuple(sorted((int(begin), int(size), bool(free)) for begin, size, free in described))
 
     def _make_room(self) -> None:
-        """Make room for two more blocks."""
+        """Double the size of the arrays of blocks if they have no room for two more blocks."""
         state = self._state
         if state.totals[USED] + 2 > state.table.shape[1]:
             table, free = (np.concatenate([x, np.empty_like(x)], axis=1) for x in state[:2])
@@ -229,10 +230,12 @@ def peaks_of(
     requests: Sequence[Request],
     steps: int,
 ) -> tuple[int, int]:
-    """Return the peaks of allocated and reserved bytes of steps, starting with an empty cache.
+    """Simulate ``steps`` equal steps; return the peaks of allocated and of reserved bytes.
+
+    The cache is empty at first.
 
     Args:
-        settings: the allocator's.
+        settings: settings of the allocator.
         given_bytes: sizes of the tensors that exist before the first step.
         requests: allocations and releases of a step, in order.
         steps: number of steps; what a step does not release is released at its end.

@@ -67,15 +67,15 @@ size from which blocks are not split, and by how much such a block may exceed a 
 
 
 class State(NamedTuple):
-    """An allocator.
+    """State of a simulated caching allocator, with room for ``N`` blocks in ``P`` pools.
 
     Attributes:
-        table: shape ``(COLUMN_FIELDS, N)``, the blocks.
+        table: shape ``(COLUMN_FIELDS, N)``, a column for each block; for the rows see ``ADDRESS``.
         free: shape ``(P, N)``, the free blocks of each pool, in no order.
         pools: shape ``(POOL_FIELDS, P)``, where pool ``2 i`` is the small and ``2 i + 1`` the large
-            pool of the ``i``-th stream.
-        totals: shape ``(TOTAL_FIELDS,)``.
-        rules: shape ``(RULES,)``.
+            pool of the ``i``-th stream; for the rows see ``FREE``.
+        totals: shape ``(TOTAL_FIELDS,)``, sums of bytes and counters, see ``ALLOCATED``.
+        rules: shape ``(RULES,)``, settings, see ``EXPANDABLE``.
     """
 
     table: Ints
@@ -99,9 +99,10 @@ def new_state(rules: Ints, *, streams: int, blocks: int) -> State:
 
 @njit(cache=True)
 def take(state: State, size: int, stream: int) -> int:
-    """Hand out a block of at least ``size`` bytes, a multiple of 512, and return its number.
+    """Hand out a block of at least ``size`` bytes, and return its column in ``state.table``.
 
-    Requires: two columns of the table were never used, or may be used again.
+    Requires: ``size`` is a multiple of 512, and two columns of the table were never used, or may be
+        used again.
     """
     table, totals, rules = state.table, state.totals, state.rules
     pool = 2 * stream + (size > MOST_SMALL_BYTES)
@@ -124,7 +125,7 @@ def take(state: State, size: int, stream: int) -> int:
 
 @njit(cache=True)
 def put_back(state: State, block: int) -> None:
-    """Free a block, merged with its free neighbors."""
+    """Free the block in column ``block``, and merge it with free neighbors in its segment."""
     table = state.table
     state.totals[ALLOCATED] -= table[NBYTES, block]
     before, after = table[BEFORE, block], table[AFTER, block]
@@ -140,13 +141,14 @@ def put_back(state: State, block: int) -> None:
 
 @njit(cache=True)
 def replay(state: State, given: Ints, keys: Ints, sizes: Ints, steps: int) -> None:
-    """Hand out ``given``, then follow the requests of a step ``steps`` times.
+    """Simulate ``steps`` equal steps; ``state.totals`` then has their peak bytes.
 
     Args:
         state: an allocator of one stream, with room for two blocks for each allocation of each
             step.
-        given: sizes of blocks that stay.
-        keys: a number from 0 on for each request: a release frees the latest block of its key.
+        given: sizes of blocks that are handed out before the first step and never freed.
+        keys: for each request of a step, the number of its key, from 0 on. A release frees the
+            block that was allocated last under its key.
         sizes: size of the block that each request allocates, or 0 for a release.
         steps: number of steps; what a step does not release is released at its end.
     """
@@ -171,7 +173,7 @@ def replay(state: State, given: Ints, keys: Ints, sizes: Ints, steps: int) -> No
 
 @njit(cache=True)
 def _best_fit(state: State, pool: int, size: int) -> int:
-    """Return the free block that serves the request, or ``NONE``."""
+    """Return the smallest free block of ``pool`` that may serve ``size`` bytes, or ``NONE``."""
     table, rules = state.table, state.rules
     # The last block of a growing segment counts as infinitely large.
     last = state.pools[LAST, pool] if rules[EXPANDABLE] else NONE
@@ -194,7 +196,7 @@ def _best_fit(state: State, pool: int, size: int) -> int:
 
 @njit(cache=True)
 def _grow_segment(state: State, pool: int, size: int) -> int:
-    """Grow the segment until its last block has ``size`` bytes, and return that block."""
+    """Grow the segment of ``pool`` until its last block has ``size`` bytes; return that block."""
     table, pools = state.table, state.pools
     unit = SMALL_SEGMENT_BYTES if pools[SMALL, pool] else state.rules[LARGE_SEGMENT]
     block = pools[LAST, pool]
@@ -215,7 +217,7 @@ def _grow_segment(state: State, pool: int, size: int) -> int:
 
 @njit(cache=True)
 def _segment_bytes(rules: Ints, size: int) -> int:
-    """Return the size of the segment that is taken for a block of this size."""
+    """Return the bytes to take from the device as the segment of a block of ``size`` bytes."""
     if size <= MOST_SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < WHOLE_SEGMENT_FROM_BYTES:
@@ -225,7 +227,10 @@ def _segment_bytes(rules: Ints, size: int) -> int:
 
 @njit(cache=True)
 def _is_split(state: State, pool: int, nbytes: int, size: int) -> bool:
-    """Return whether what is left over of a block becomes a block."""
+    """Return whether a block of ``nbytes`` is cut when it serves ``size`` bytes.
+
+    If not, the rest of the block is wasted.
+    """
     if state.pools[SMALL, pool] or state.rules[EXPANDABLE]:
         return nbytes - size >= LEAST_BLOCK_BYTES
     return nbytes - size > MOST_SMALL_BYTES and size < state.rules[MOST_SPLIT]
@@ -248,7 +253,7 @@ def _split(state: State, block: int, size: int) -> None:
 
 @njit(cache=True)
 def _join(state: State, first: int, second: int) -> None:
-    """Merge ``second`` into ``first``, its neighbor in front."""
+    """Merge ``second`` into ``first``, the block right before it in the segment."""
     table, totals = state.table, state.totals
     after = table[AFTER, second]
     table[NBYTES, first] += table[NBYTES, second]
@@ -262,7 +267,7 @@ def _join(state: State, first: int, second: int) -> None:
 
 @njit(cache=True)
 def _new_block(state: State, address: int, nbytes: int, pool: int) -> int:
-    """Return a block without neighbors that is not free."""
+    """Add a block without neighbors, not free, to the table; return its column."""
     table, totals = state.table, state.totals
     block = totals[UNUSED]
     if block != NONE:
@@ -277,7 +282,7 @@ def _new_block(state: State, address: int, nbytes: int, pool: int) -> int:
 
 @njit(cache=True)
 def _enter_free(state: State, block: int) -> None:
-    """Add a block to the free ones of its pool."""
+    """Add a block to the list of free blocks of its pool."""
     pool = state.table[POOL, block]
     count = state.pools[FREE, pool]
     state.free[pool, count], state.table[PLACE, block] = block, count
@@ -286,7 +291,7 @@ def _enter_free(state: State, block: int) -> None:
 
 @njit(cache=True)
 def _leave_free(state: State, block: int) -> None:
-    """Remove a block from the free ones of its pool; the last of these takes its place."""
+    """Remove a block from its pool's list of free blocks; the last of the list takes its place."""
     pool, place = state.table[POOL, block], state.table[PLACE, block]
     state.pools[FREE, pool] -= 1
     other = state.free[pool, state.pools[FREE, pool]]
@@ -296,6 +301,6 @@ def _leave_free(state: State, block: int) -> None:
 
 @njit(cache=True)
 def _reserve(totals: Ints, nbytes: int) -> None:
-    """Count bytes that are taken from the device."""
+    """Add ``nbytes`` to the bytes taken from the device, and update their maximum."""
     totals[RESERVED] += nbytes
     totals[MOST_RESERVED] = max(totals[MOST_RESERVED], totals[RESERVED])

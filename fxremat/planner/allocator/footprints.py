@@ -30,14 +30,14 @@ WORKSPACE = -1
 
 @dataclass(frozen=True, slots=True)
 class OperationRequests:
-    """The requests of one operation of a block.
+    """What one operation of a block allocates and releases. Storages are ids in the graph's table.
 
     Attributes:
         allocates: storages of its results.
-        releases: storages that it reads last, including inputs of the block.
-        workspace_bytes: bytes needed while it runs.
+        releases: storages that it is the last of the block to use, including inputs of the block.
+        workspace_bytes: bytes needed only while it runs.
         node: the operation.
-        pieces: its requests in order, if they were measured; otherwise all results come before the
+        pieces: its requests in order, if they were measured; if empty, all results come before the
             workspace.
     """
 
@@ -58,7 +58,14 @@ def steps_of(
     workspace_bytes: WorkspaceBytes,
     asked: Asked = _as_returned,
 ) -> tuple[OperationRequests, ...]:
-    """Return the requests of each operation of ``block``."""
+    """Return what each operation of ``block`` allocates and releases, in order of execution.
+
+    Args:
+        block: the operations of one call of a stage.
+        storages: the storages of the graph.
+        workspace_bytes: returns the workspace of an operation in bytes.
+        asked: returns the measured requests of an operation to the allocator, or none.
+    """
     incoming = storages.of(block.inputs)
     staying = storages.of(block.outputs)
     last_use: dict[int, int] = {}
@@ -91,9 +98,19 @@ def steps_of(
 def _pieces(
     asked: Sequence[Request], results: Sequence[int], new: frozenset[int], storages: StorageTable
 ) -> tuple[Request, ...]:
-    """Return the measured requests of an operation, for its results and its workspaces.
+    """Return the requests ``asked`` with ids of storages as the keys of results.
 
-    Second copies of existing values are released at the end.
+    A second copy of an existing value gets a key of its own, and is released at the end.
+
+    Args:
+        asked: measured requests of an operation. A key from 0 on is a place in ``results``; keys of
+            workspaces are negative.
+        results: the storages of the results.
+        new: those of them that do not exist yet.
+        storages: sizes of storages.
+
+    Returns:
+        The requests; none if those in ``asked`` do not match ``results``.
     """
     if sum(key >= 0 for key, _ in asked) != len(results):
         return ()
@@ -112,7 +129,7 @@ def _pieces(
 
 
 def _made(node: fx.Node, block: Block, storages: StorageTable) -> tuple[int, ...]:
-    """Return the storages that ``node`` returns when ``block`` runs it."""
+    """Return the storages of the results of ``node`` in ``block``; a rerun BatchNorm has fewer."""
     made = storages.of_node[node]
     if block.mode_of(node) is Mode.AGAIN and batchnorm.updates_statistics(node):
         return made[: batchnorm.NORMALIZED_VALUES]
@@ -120,7 +137,7 @@ def _made(node: fx.Node, block: Block, storages: StorageTable) -> tuple[int, ...
 
 
 def _follows(node: fx.Node, groups: list[fx.Node]) -> bool:
-    """Return whether ``node`` picks a result of the last operation: both are one step then."""
+    """Return whether ``node`` picks a result of the last of ``groups``, and so belongs to it."""
     return is_getitem(node) and bool(groups) and node.args[0] is groups[-1]
 
 
@@ -131,7 +148,7 @@ def requests_of(
     kept: frozenset[int],
     in_pieces: bool = False,
 ) -> tuple[Request, ...]:
-    """Return what running ``steps`` requests, in order.
+    """Return the allocator requests of running the operations ``steps`` one after the other.
 
     Args:
         steps: requests of the operations of a block.
@@ -153,7 +170,7 @@ def requests_of(
 
 
 class Footprints:
-    """The requests of the blocks of one line; those of each block are derived once."""
+    """Allocator requests of blocks of a step; each block is analyzed once, then cached."""
 
     def __init__(
         self, line: Line, workspace_bytes: WorkspaceBytes, asked: Asked = _as_returned
@@ -166,12 +183,15 @@ class Footprints:
     def requests(
         self, block: Block, *, kept: frozenset[int], in_pieces: bool = False
     ) -> tuple[Request, ...]:
-        """Return the requests of ``block`` while the storages ``kept`` are held elsewhere."""
+        """Return the allocator requests of running ``block`` if it does not free ``kept``.
+
+        For ``in_pieces`` see :func:`requests_of`.
+        """
         kept = kept & block.reads
         return requests_of(self.steps(block), self._storages, kept=kept, in_pieces=in_pieces)
 
     def steps(self, block: Block) -> tuple[OperationRequests, ...]:
-        """Return the requests of each operation of ``block``."""
+        """Return what each operation of ``block`` allocates and releases, in order of execution."""
         if id(block) not in self._steps:  # the entry keeps the block, so its id, alive
             steps = steps_of(block, self._storages, self._workspace_bytes, self._asked)
             self._steps[id(block)] = (block, steps)

@@ -27,7 +27,9 @@ loss, and the like."""
 
 @dataclass(frozen=True, slots=True)
 class ContextBytes:
-    """Memory of a step that no block allocates.
+    """Bytes of memory that a step needs besides what its planned graphs allocate.
+
+    The loss point is the moment between forward and backward.
 
     Attributes:
         given_bytes: bytes held throughout: parameters, buffers, inputs, constants, gradients that
@@ -40,7 +42,8 @@ class ContextBytes:
         device: the device of the step.
         given_each_bytes: the parts of ``given_bytes`` that are known as single allocations.
         tangent_each_bytes: the parts of ``tangent_bytes``, likewise.
-        added: primals whose new gradient is added to an existing one as soon as it is computed.
+        added: indices of the primals whose new gradient is added to an existing one as soon as it
+            is computed.
         host_bytes: available bytes of host memory; ``None``: no limit.
         loss_point_small_bytes: the part of ``loss_point_bytes`` that is allocated in small blocks.
         released_bytes: the part of ``given_bytes`` that is released between the forward and the
@@ -68,23 +71,23 @@ class ContextBytes:
     gradient_each_bytes: tuple[int, ...] = ()
 
     def releases(self, joint: JointGraph) -> frozenset[int]:
-        """Return storages of tangents that the backward releases after their last reader."""
+        """Return ids of storages of output gradients that the backward frees after the last use."""
         return frozenset() if self.tangents_stay else joint.released
 
     @property
     def loss_point_more_bytes(self) -> int:
-        """Bytes that the loss point takes beyond what is held when the forward begins."""
+        """Bytes that the loss needs between forward and backward, less ``released_bytes``."""
         return self.loss_point_bytes - self.released_bytes
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes held when the backward begins beyond those held when the forward begins."""
+        """Bytes that the start of the backward adds to memory, less ``released_bytes``."""
         return self.tangent_bytes - self.released_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the caller needs in addition to the step.
+    """Memory that the caller of a step needs outside of it, and which peak the budget limits.
 
     Attributes:
         reserve_bytes: bytes that the plan leaves unused.
@@ -118,11 +121,11 @@ class Caller:
     library_bytes: tuple[int, ...] | None = None
 
     def library_bytes_on(self, device: torch.device) -> tuple[int, ...]:
-        """Return the size of each workspace that libraries hold on a device."""
+        """Return the bytes of each workspace that libraries such as cuBLAS hold on ``device``."""
         return library_workspaces(device) if self.library_bytes is None else self.library_bytes
 
     def of_outputs(self, outputs_bytes: int) -> Caller:
-        """Return what is needed if the gradients of the outputs take ``outputs_bytes``."""
+        """Return a copy with loss and target scaled to ``outputs_bytes`` of output gradients."""
         if not self.outputs_bytes or outputs_bytes == self.outputs_bytes:
             return self
         share = outputs_bytes / self.outputs_bytes
@@ -143,13 +146,13 @@ def context_bytes_of(
     *,
     values: Values | None = None,
 ) -> ContextBytes:
-    """Add up the memory that is held outside the graphs of ``joint``.
+    """Return the bytes that a step needs besides what the graphs of ``joint`` allocate.
 
     Args:
         joint: the step, with the storages of the size in question.
-        real: values of primals, as far as they are available.
+        real: the tensors of primals, as far as they are available.
         caller: what the caller needs in addition.
-        values: the size in question; ``None``: that of the capture.
+        values: values of the symbolic sizes; ``None``: those of the capture.
     """
     sizes = joint.sizes.named(joint.sizes.hints if values is None else values)
     table = joint.storages
@@ -184,7 +187,7 @@ def context_bytes_of(
 
 
 def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.device) -> int:
-    """Return the memory that is held outside the graphs of a step of several graphs.
+    """Return the bytes that are held throughout a step of several graphs, outside of these graphs.
 
     ``resident`` are parameters and buffers of the model, and arguments of its call.
     """
@@ -201,10 +204,11 @@ def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.
 
 
 def _unknown_loss_bytes(tangent: fx.Node, sizes: Mapping[str, int]) -> int:
-    """Return the bytes that are set aside for a loss outside the model, per output.
+    """Return the bytes that a loss outside the model is assumed to need for one output.
 
-    A cross entropy holds log probabilities, their gradient and the gradient of its input; if the
-    output has less precision, also a copy of it in full precision.
+    ``tangent`` is the output's gradient. A cross entropy holds log probabilities, their gradient
+    and the gradient of its input; if the output has less precision, also a copy of it in full
+    precision.
     """
     item_bytes = tangent.meta["val"].element_size()
     full = max(item_bytes, FULL_PRECISION_BYTES)
@@ -213,14 +217,17 @@ def _unknown_loss_bytes(tangent: fx.Node, sizes: Mapping[str, int]) -> int:
 
 
 def _each(table: StorageTable, ids: Iterable[int]) -> tuple[int, ...]:
-    """Return the size of each of the storages ``ids``, in order of the graph."""
+    """Return the bytes of each of the storages ``ids``, by ascending id."""
     return tuple(table.nbytes[i] for i in sorted(ids))
 
 
 def _unread_bytes(
     joint: JointGraph, real: Mapping[fx.Node, torch.Tensor], caller: Caller
 ) -> Iterator[int]:
-    """Yield the bytes of each resident tensor on the step's device that is no primal."""
+    """Yield the bytes of each storage of ``caller.resident`` that no primal has.
+
+    Storages on other devices than the step's are left out.
+    """
     counted = {key for t in real.values() for key in torch_compat.storages_of(t)}
     for tensor in map(torch_compat.local_part, caller.resident):
         for key, nbytes in torch_compat.storages_of(tensor).items():
@@ -235,7 +242,7 @@ def _dense_bytes(primal: fx.Node, sizes: Mapping[str, int]) -> int:
 
 
 def _tensor_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
-    """Return the allocated bytes of a tensor's elements, whatever its storage."""
+    """Return the bytes that are allocated for a tensor's elements, even if its storage has more."""
     value = node.meta["val"]
     return allocated_bytes(_element_count(node, sizes) * value.element_size(), value.device)
 
@@ -246,7 +253,7 @@ def _element_count(node: fx.Node, sizes: Mapping[str, int]) -> int:
 
 
 def _unread_gradient_bytes(real: Mapping[fx.Node, torch.Tensor], caller: Caller) -> Iterator[int]:
-    """Yield the bytes of existing gradients of resident tensors that are no primals."""
+    """Yield the bytes of each ``.grad`` of tensors in ``caller.resident`` that are no primals."""
     read = {id(tensor) for tensor in real.values()}
     for tensor in caller.resident:
         spread = torch_compat.local_part(tensor) is not tensor
@@ -256,9 +263,10 @@ def _unread_gradient_bytes(real: Mapping[fx.Node, torch.Tensor], caller: Caller)
 
 
 def spread_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of this process's parts of the existing gradients of distributed tensors.
+    """Return the bytes that this process holds of existing gradients of distributed tensors.
 
-    A graph reads only the local part of such a tensor, which has no gradient itself.
+    ``resident`` are parameters and buffers of the model, and arguments of its call. A graph reads
+    only the local part of a distributed tensor, which has no gradient itself.
     """
     leaves = (t for t in resident if t.is_leaf and torch_compat.local_part(t) is not t)
     parts = [torch_compat.local_part(leaf.grad) for leaf in leaves if leaf.grad is not None]
@@ -270,7 +278,10 @@ def spread_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
 
 
 def own_gradients(joint: JointGraph) -> frozenset[int]:
-    """Return the primals whose gradient fills a storage that the backward allocates for it only."""
+    """Return indices of the primals whose gradient has a storage to itself.
+
+    The gradient fills this storage, and the backward allocates it.
+    """
     sole_owners = _sole_owners(joint)
     return frozenset(
         i
@@ -282,9 +293,10 @@ def own_gradients(joint: JointGraph) -> frozenset[int]:
 
 
 def _largest_copied_gradient(joint: JointGraph, sizes: Mapping[str, int]) -> int:
-    """Return the bytes of the largest gradient that autograd copies, which it does one at a time.
+    """Return the bytes of the largest gradient that autograd copies into ``.grad``; 0 if none.
 
-    It copies a gradient whose strides differ from its parameter's, and one that shares its storage.
+    Only one copy is made at a time. Copied is a gradient whose strides differ from its parameter's,
+    and one that shares its storage.
     """
     largest = 0
     sole_owners = _sole_owners(joint)
@@ -297,7 +309,7 @@ def _largest_copied_gradient(joint: JointGraph, sizes: Mapping[str, int]) -> int
 
 
 def _sole_owners(joint: JointGraph) -> set[fx.Node]:
-    """Return the gradients that fill a storage which no other gradient shares."""
+    """Return the gradients that fill their whole storage and share it with no other gradient."""
     of_node = joint.storages.of_node
     times = Counter(of_node[n] for n in joint.gradients)
 
@@ -308,7 +320,7 @@ def _sole_owners(joint: JointGraph) -> set[fx.Node]:
 
 
 def settled(caller: Caller, joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> Caller:
-    """Return ``caller`` with the bytes of its tensors instead of the tensors, which may go."""
+    """Return a copy of ``caller`` with the bytes of its tensors in place of references to them."""
     unread = (*_unread_bytes(joint, real, caller), *_unread_gradient_bytes(real, caller))
     return replace(
         caller,
@@ -319,9 +331,9 @@ def settled(caller: Caller, joint: JointGraph, real: Mapping[fx.Node, torch.Tens
 
 
 def made_outputs(joint: JointGraph) -> tuple[int, ...]:
-    """Return indices of forward results, one for each storage made for the caller.
+    """Return indices of forward outputs whose storage the forward allocates, one for each storage.
 
-    New values of primals are not among them: they are copied into the primals.
+    New values of mutated primals are left out: they are copied into the primals.
     """
     table = joint.storages
     given = table.of(joint.given)

@@ -12,10 +12,10 @@ from fxremat.planner.context.context_bytes import ContextBytes
 
 
 def handed_over(line: Line, context_bytes: ContextBytes) -> frozenset[fx.Node]:
-    """Return the gradients whose memory is released right after they have been computed.
+    """Return the gradients that are added to existing ones right after their computation.
 
-    These are added to existing gradients. If a later backward reads the primal, its gradient is
-    handed over only then, and is counted as if it were held to the end.
+    Their own memory is then released. A gradient is left out if a later backward may read its
+    primal: it is handed over only then, and is counted as if it were held to the end.
     """
     outputs = line.joint.backward_outputs
     readers = _readers(line) if context_bytes.added else {}
@@ -30,7 +30,7 @@ def staying(line: Line, context_bytes: ContextBytes) -> frozenset[fx.Node]:
 
 
 def _readers(line: Line) -> Mapping[tuple[int, ...], set[int]]:
-    """Return, by storages, the stages that read a primal in these storages or a view of it."""
+    """Return the stages that read a primal or a view of one, by the ids of its storages."""
     joint = line.joint
     readers: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
     for node in (*joint.primals, *line.views):
@@ -40,7 +40,7 @@ def _readers(line: Line) -> Mapping[tuple[int, ...], set[int]]:
 
 
 def _is_read_after(line: Line, index: int, readers: Mapping[tuple[int, ...], set[int]]) -> bool:
-    """Return whether a backward may read a primal after its gradient has been computed.
+    """Return whether a backward may read primal ``index`` after its gradient has been computed.
 
     Backwards of branches that meet run in any order, one branch after the other or interleaved.
     """

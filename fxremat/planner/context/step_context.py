@@ -12,7 +12,7 @@ from fxremat.planner.context.context_bytes import ContextBytes
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What earlier steps in the same kind of context needed beyond their plan.
+    """Bytes that earlier steps in a similar context were measured to need beyond their plan.
 
     Attributes:
         loss_point_bytes: bytes at the loss point, for instance of a loss outside the model, or of
@@ -34,7 +34,7 @@ class Correction:
     observed: bool = False
 
     def times(self, factor: float) -> Correction:
-        """Return the correction for outputs ``factor`` times as large."""
+        """Return a correction with all bytes multiplied by ``factor``, for other output sizes."""
         return Correction(
             math.ceil(factor * self.loss_point_bytes),
             math.ceil(factor * self.room_bytes),
@@ -59,11 +59,11 @@ NO_CORRECTION = Correction()
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What holds for one call of a graph, in addition to what holds for all of them.
+    """The memory in use when a planned graph is called, and how the training loop uses the step.
 
     Attributes:
         sizes: the value of each symbol of the graph.
-        existing: primals that have a gradient.
+        existing: indices of the primals that have a gradient.
         added: those of them whose new gradient is added to the existing one as soon as it is
             computed.
         waiting: number of earlier steps whose backward has not run.
@@ -118,11 +118,18 @@ class StepContext:
 
     @property
     def kind(self) -> tuple[int, bool]:
-        """The kind of context; contexts of one kind share their corrections."""
+        """Number of earlier steps whose backward has not run, and whether gradients exist.
+
+        Contexts that are equal in both share their correction.
+        """
         return self.waiting, bool(self.existing)
 
     def loss_point_bytes(self, base: ContextBytes) -> int:
-        """Return the bytes that the loss of this step needs at the loss point."""
+        """Return the bytes that the loss of this step needs between forward and backward.
+
+        Measured bytes replace those that ``base`` assumes. For one of several graphs of a step the
+        result is 0: :attr:`correction` covers the loss.
+        """
         if self.region:
             return 0  # ``correction`` covers the loss of a step of several regions
         if self.correction.observed:
@@ -131,7 +138,7 @@ class StepContext:
 
     @property
     def others_there_bytes(self) -> int:
-        """Bytes that are held by others than the graph of the call."""
+        """Bytes that earlier steps, optimizers, other networks and distributed gradients hold."""
         return (
             self.waiting_bytes
             + self.kept_bytes
@@ -141,7 +148,10 @@ class StepContext:
         )
 
     def around(self, base: ContextBytes) -> ContextBytes:
-        """Return the context bytes of the call; ``base`` are those of every call at these sizes."""
+        """Return a copy of ``base`` with the memory added that this call needs.
+
+        ``base`` is the memory that every call at these sizes needs.
+        """
         gradients = tuple(base.gradient_each_bytes[i] for i in sorted(self.existing))
         more = (*gradients, *self.bucket_bytes, *filter(None, (self.workspace_bytes,)))
         given_bytes = (
@@ -174,10 +184,10 @@ class StepContext:
         )
 
     def described(self, base: ContextBytes) -> tuple[tuple[str, int], ...]:
-        """Return what the call finds in memory, with bytes, for people.
+        """Return ``(description, bytes)`` of each kind of memory that this call adds to ``base``.
 
-        Measured bytes of the loss are left out if they are no more than was assumed. For the
-        argument see :meth:`around`.
+        This is for reports. Measured bytes of the loss are left out if they are no more than was
+        assumed. For ``base`` see :meth:`around`.
         """
         measured = NO_CORRECTION if self.region else self.correction
         loss_point = (

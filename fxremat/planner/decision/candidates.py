@@ -13,10 +13,10 @@ from fxremat.runtime.slots import slot_bytes
 
 @dataclass(frozen=True, slots=True)
 class AcrossTurn:
-    """A storage that is made in the forward and read in the backward.
+    """A storage that the forward allocates and the backward reads.
 
     Attributes:
-        storage: its number.
+        storage: its id in the joint graph's table.
         nbytes: its size.
         nodes: the tensors in it that the backward reads, by their index in the joint graph.
         last: index of the last forward call that uses it; -1 if none does.
@@ -32,14 +32,14 @@ class AcrossTurn:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Memory and time of the calls that carry out a decision.
+    """Memory and time of each call (one forward or backward of a stage) of a schedule.
 
     Attributes:
         ops: for each call, the operation of the schedule that it carries out.
         loss_point: index of the first call of the backward.
         peaks_bytes: peak during each call.
         held_bytes: bytes held after each call.
-        loss_point_bytes: peak at the loss point.
+        loss_point_bytes: peak between forward and backward, at the loss point.
         end_bytes: peak after the last call.
         seconds: seconds of each call.
         lives: storages that are held across the loss point, without those that the step is given.
@@ -56,20 +56,20 @@ class Evaluation:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the step."""
+        """Peak memory of the whole step in bytes."""
         return max((self.loss_point_bytes, self.end_bytes, *self.peaks_bytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A decision with its peak and seconds.
+    """A schedule of a step with what it holds and offloads, its peak memory and its seconds.
 
     Attributes:
         codes: the schedule, see ``ir.schedule``.
-        held: one bit for each node: whether it is kept from its first computation on.
+        held: one bit for each node: whether its value is kept from its first computation on.
         peak_bytes: exact peak of the graphs that would be emitted.
         total_s: seconds of the step.
-        moves: storages that travel to the host, and when.
+        moves: storages that are offloaded to host memory, and when.
     """
 
     codes: Codes
@@ -80,18 +80,18 @@ class Candidate:
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """A key that is equal for equal decisions."""
+        """A hashable key made of schedule, held nodes and moves, for caches."""
         return self.codes.tobytes(), self.held, self.moves
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that a step takes."""
+        """Bytes of host memory that the offloaded storages take."""
         return sum(slot_bytes(move.nbytes) for move in self.moves)
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Candidates of which none is beaten in both peak and seconds.
+    """A Pareto set of candidate schedules: none beats another in both peak memory and seconds.
 
     Attributes:
         members: candidates by ascending peak and descending seconds. The last one is the baseline,
@@ -103,7 +103,7 @@ class Pool:
 
     @staticmethod
     def of(baseline: Candidate, candidates: Iterable[Candidate]) -> Pool:
-        """Return the pool of ``candidates`` and the baseline."""
+        """Return the Pareto set of ``candidates`` over peak and seconds, with ``baseline`` last."""
         best: list[Candidate] = []
         for candidate in sorted(candidates, key=lambda c: (c.peak_bytes, c.total_s)):
             if candidate.peak_bytes >= baseline.peak_bytes:
@@ -121,8 +121,10 @@ class Pool:
         """Return the members that local search starts from, without the baseline.
 
         Args:
-            count: members that are evenly spaced over their peaks; 0: none is returned.
-            closer: more members near the least peak, each half as far from it as the previous one.
+            count: number of members that are evenly spaced over their peaks; 0: no member is
+                returned.
+            closer: number of further members near the least peak, each half as far from it as the
+                previous one.
         """
         members = self.members[:-1] if count else ()
         if len(members) <= count + closer:
@@ -136,7 +138,7 @@ class Pool:
         return tuple(members[i - 1] for i in sorted({bisect_right(peaks, n) for n in wanted}))
 
     def thinned(self, most: int) -> tuple[Candidate, ...]:
-        """Return at most ``most`` members, evenly spaced, the first and the last among them."""
+        """Return at most ``most`` members, with indices evenly spaced from first to last."""
         last = len(self.members) - 1
         places = {last * i // max(most - 1, 1) for i in range(most)}
         return tuple(self.members[i] for i in sorted(places))

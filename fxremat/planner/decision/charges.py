@@ -20,10 +20,10 @@ from fxremat.passes.stages.block import Mode, dependencies
 
 @dataclass(frozen=True, slots=True)
 class Charges:
-    """Charges for operations of one stage when they run again.
+    """Seconds that a plan charges for each operation of one stage that runs again.
 
     Attributes:
-        rebuilt: operations of a rebuild of the whole saved set.
+        rebuilt: operations that compute the saved set again, which is what the backward reads.
         views: views of given tensors, which every block creates for itself. Their time is part of
             the times of other operations.
         alone_s: seconds of each operation that may run again, measured by itself.
@@ -39,7 +39,7 @@ class Charges:
 
     @staticmethod
     def of(measured: Measured, index: int) -> Charges:
-        """Return the charges of stage ``index``."""
+        """Return the charges for rerunning operations of stage ``index``, as it was measured."""
         line = measured.line
         rebuilt = set(line.stages[index].saved)
         for node in reversed(line.stages[index].forward):
@@ -48,7 +48,10 @@ class Charges:
         return Charges(frozenset(rebuilt), line.views, {}, 0.0, 0.0).at(measured, index)
 
     def at(self, measured: Measured, index: int) -> Charges:
-        """Return the charges of the same stage for other times of operations."""
+        """Return a copy of the charges with the seconds that ``measured`` has for this stage.
+
+        ``index`` is the number of the stage.
+        """
         seconds, again_s = measured.stages[index], measured.again_s
         alone_s = {n: again_s[n] for n in measured.line.stages[index].forward if n in again_s}
         rebuilt_s = (s for n, s in alone_s.items() if n in self.rebuilt)
@@ -60,11 +63,12 @@ class Charges:
         )
 
     def once_s(self, node: fx.Node, *, rebuilds: bool) -> float:
-        """Return the seconds charged for one operation of a recomputation.
+        """Return the seconds that are charged each time ``node`` is recomputed.
 
         Args:
             node: the operation.
-            rebuilds: whether the recomputation is a rebuild of the saved set.
+            rebuilds: whether it is recomputed to rebuild the stage's saved set, right before the
+                backward; else its forward runs again.
 
         Raises:
             CostError: the operation was never timed, since no recomputation should need it.
@@ -79,7 +83,7 @@ class Charges:
         return (self.of_rebuild if rebuilds else self.of_forward) * self.alone_s[node]
 
     def least_s(self, node: fx.Node) -> float:
-        """Return the least seconds that any recomputation is charged; 0 if none runs ``node``."""
+        """Return the least seconds charged when ``node`` is recomputed; 0 if it never is."""
         share = self.of_forward
         if node in self.rebuilt:
             share = min(share, self.of_rebuild)

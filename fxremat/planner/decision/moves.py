@@ -26,12 +26,12 @@ from fxremat.runtime.slots import slot_bytes
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """The storages that could be on the host at the loss point.
+    """Storages of an evaluated schedule that may be in host memory between forward and backward.
 
     Attributes:
         evaluation: the evaluation with everything on the device.
         lives: the storages, the one that is read again last first, small ones after all others.
-        forced: those of them that are away whatever the budget.
+        forced: ids of storages that are offloaded whatever the budget.
     """
 
     evaluation: Evaluation
@@ -45,10 +45,14 @@ class Movable:
         small_share: float,
         forced: frozenset[int] = frozenset(),
     ) -> Movable:
-        """Return the storages that cross the loss point in ``evaluation`` and are not ``fixed``.
+        """Return the storages of ``evaluation.lives`` that may be offloaded: all but ``fixed``.
 
-        Storages up to ``small_share`` of all these bytes travel only if larger ones are not enough;
-        those that are ``forced`` travel in any case.
+        Args:
+            evaluation: the evaluation with everything on the device.
+            fixed: ids of storages that stay on the device.
+            small_share: storages of at most this share of all selected bytes are offloaded only if
+                larger ones are not enough.
+            forced: ids of storages that are offloaded in any case.
         """
         lives = [life for life in evaluation.lives if life.storage not in fixed]
         small_bytes = small_share * sum(life.nbytes for life in lives)
@@ -57,7 +61,7 @@ class Movable:
 
     @property
     def least_bytes(self) -> int:
-        """The lowest peak that transfers can lead to."""
+        """Peak bytes on the device if every storage is in host memory for as long as possible."""
         loss_point_bytes = self.evaluation.loss_point_bytes - sum(
             life.nbytes for life in self.lives
         )
@@ -67,14 +71,14 @@ class Movable:
         return max(loss_point_bytes, self.evaluation.end_bytes, *calls)
 
     def moves(self, budget_bytes: int, host_bytes: int | None = None) -> tuple[Move, ...] | None:
-        """Return the transfers that bring the peak within a budget, or ``None`` if none do.
+        """Return the offloads that bring the peak within ``budget_bytes``, or ``None`` if none do.
 
         Args:
-            budget_bytes: limit on the peak.
+            budget_bytes: limit on the peak of device memory.
             host_bytes: limit on host memory; ``None``: no limit.
 
-        Ensures: no storage is away that does not have to be, or is ``forced``, and none longer than
-            that.
+        Ensures: no storage is offloaded that does not have to be, or is ``forced``, and none for
+            longer than that.
         """
         away = self._away(budget_bytes)
         if away is None:
@@ -101,9 +105,10 @@ class Movable:
         )
 
     def _away(self, budget_bytes: int) -> dict[int, tuple[int, int]] | None:
-        """Return, for each storage to move, the calls ``[begin, end)`` during which it is away.
+        """Return when each offloaded storage is on the host; ``None`` if the budget is not met.
 
-        The loss point lies within: every storage that travels is away then.
+        The result has, by index in :attr:`lives`, a first call and the call after the last. All
+        these storages are on the host at the loss point, between forward and backward.
         """
         if self.evaluation.end_bytes > budget_bytes:
             return None
@@ -125,7 +130,14 @@ class Movable:
     def _make_room(
         self, missing_bytes: int, call: int | None, away: dict[int, tuple[int, int]]
     ) -> bool:
-        """Send storages away until ``call``, or the loss point if it is ``None``, has room."""
+        """Offload storages to free ``missing_bytes`` at ``call``; return whether that is possible.
+
+        Args:
+            missing_bytes: bytes to free if nothing were offloaded.
+            call: index of the call; ``None``: the loss point, between forward and backward.
+            away: for each offloaded storage its first call on the host and the call after its last;
+                extended in place.
+        """
         loss_point = self.evaluation.loss_point
         for i, (begin, end) in away.items():
             if call is None or begin <= call < end:
@@ -148,9 +160,10 @@ class Movable:
 
 
 def away_bytes(evaluation: Evaluation, spans: Iterable[tuple[int, int, int]]) -> list[int]:
-    """Return the bytes that are away during each call.
+    """Return the bytes that are in host memory, not on the device, during each call.
 
-    ``spans`` has, for each storage, its first call away, the call after its last, and its bytes.
+    ``spans`` has, for each offloaded storage, its first call on the host, the call after its last,
+    and its bytes.
     """
     changes = [0] * (len(evaluation.peaks_bytes) + 1)
     for begin, end, nbytes in spans:
@@ -160,7 +173,10 @@ def away_bytes(evaluation: Evaluation, spans: Iterable[tuple[int, int, int]]) ->
 
 
 def moved(evaluation: Evaluation, moves: Sequence[Move]) -> Evaluation:
-    """Return the evaluation of a decision with transfers, given that without them."""
+    """Return ``evaluation`` less the bytes that ``moves`` offload during each call.
+
+    ``evaluation`` has everything on the device. Seconds are not changed.
+    """
     spans = ((move.release, move.prefetch, move.nbytes) for move in moves)
     away = away_bytes(evaluation, spans)
     return replace(
@@ -172,7 +188,7 @@ def moved(evaluation: Evaluation, moves: Sequence[Move]) -> Evaluation:
 
 
 def conv_inputs(joint: JointGraph) -> frozenset[int]:
-    """Return the storages that a convolution or a pooling of the forward reads.
+    """Return ids of the storages that a convolution or a pooling of the forward reads.
 
     This is the policy of Hascoet et al., "Reducing the memory cost of training convolutional neural
     networks by CPU offloading": these storages are large, and their operations run long enough to
@@ -183,7 +199,7 @@ def conv_inputs(joint: JointGraph) -> frozenset[int]:
 
 
 def _slides(node: fx.Node) -> bool:
-    """Return whether ``node`` moves a window over its input."""
+    """Return whether ``node`` is a convolution or a pooling, by the name of its operator."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = str(node.target)
@@ -195,9 +211,10 @@ _NO_WAIT = Idle()
 
 @dataclass(slots=True)
 class _Lanes:
-    """Copies in the order in which they are issued, one after the other on each lane.
+    """When copies between device and host run: one at a time in each direction, in order of issue.
 
-    The times of a copy are known when it is issued: later copies cannot delay it.
+    If ``link.shared`` is set, there is only one at a time in all. The times of a copy are known
+    when it is issued: later copies cannot delay it.
     """
 
     link: MeasuredLink
@@ -205,7 +222,7 @@ class _Lanes:
     copies: list[tuple[float, float]] = field(default_factory=list)
 
     def copy(self, nbytes: int, lane: Lane, *, ready_s: float) -> tuple[float, float]:
-        """Return begin and end of a copy that may begin at ``ready_s``."""
+        """Issue a copy that can begin at ``ready_s``; return the times of its begin and end."""
         rate = self.link.offload_bytes_per_s if lane is Lane.D2H else self.link.prefetch_bytes_per_s
         queue = Lane.D2H if self.link.shared else lane
         begin = max(ready_s, self.free_s.get(queue, 0.0))
@@ -215,7 +232,10 @@ class _Lanes:
         return begin, end
 
     def compute_end_s(self, begin_s: float, seconds: float) -> float:
-        """Return when a call ends that takes ``seconds`` if no copy runs at the same time."""
+        """Return when a call ends that begins at ``begin_s``, slowed down while copies run.
+
+        ``seconds`` is what the call takes without copies.
+        """
         now, left = begin_s, seconds
         for begin, end in self._busy(begin_s):
             before_s = max(begin - now, 0.0)
@@ -229,7 +249,10 @@ class _Lanes:
         return now + left
 
     def _busy(self, after_s: float) -> list[tuple[float, float]]:
-        """Return the intervals with copies after ``after_s``."""
+        """Return ``(begin, end)`` of copies that end after ``after_s``, overlapping ones merged.
+
+        Earlier copies are forgotten.
+        """
         self.copies = [c for c in self.copies if c[1] > after_s]
         merged: list[tuple[float, float]] = []
         for begin, end in sorted(self.copies):
@@ -246,7 +269,7 @@ def replay(
     moves: Sequence[Move] = (),
     link: MeasuredLink | None = None,
 ) -> Timeline:
-    """Predict when each call and each copy of a decision with ``moves`` runs.
+    """Return the predicted times of each call of ``evaluation`` and of each copy of ``moves``.
 
     The events are in the order in which they are issued: copies come right before the call that
     follows them. ``link`` is required if there are transfers.
@@ -260,13 +283,13 @@ def replay(
 def makespan_s(
     evaluation: Evaluation, line: Line, moves: Sequence[Move], link: MeasuredLink
 ) -> float:
-    """Return the makespan of :func:`replay` in seconds."""
+    """Return the predicted seconds of a step: when the last event of :func:`replay` ends."""
     return _Replay(evaluation, line, link, _by_place(moves)).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The transfer steps right before a call."""
+    """The storages that are offloaded, released, prefetched or awaited right before one call."""
 
     offload: list[Move] = field(default_factory=list)
     release: list[Move] = field(default_factory=list)
@@ -296,7 +319,10 @@ class _Replay:
     back_s: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> float:
-        """Return when the last event ends, and append all events if there is a list for them."""
+        """Simulate the step, and return when its last event ends.
+
+        All events are appended to :attr:`events` unless that is ``None``.
+        """
         lanes = None if self.link is None else _Lanes(self.link)
         now = 0.0
         for index, op in enumerate(self.evaluation.ops):
@@ -313,7 +339,10 @@ class _Replay:
         return max([now, *self.copied_s.values(), *self.back_s.values()])
 
     def _transfer(self, lanes: _Lanes, here: _Places, index: int, now: float) -> tuple[float, Idle]:
-        """Issue the copies before a call; return when the call can begin, and why it idles."""
+        """Issue the copies before call ``index``; return when it can begin, and idle seconds.
+
+        ``now`` is when the previous call ended.
+        """
         for move in here.offload:
             self.copied_s[move.storage] = self._issue(lanes, move, Lane.D2H, index, now)
         # The computing thread launches copies: an offload when it starts, a prefetch when it is

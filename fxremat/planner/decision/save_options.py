@@ -30,8 +30,9 @@ class Operation:
     """One operation of a stage's recomputation, with storages as bit masks.
 
     Attributes:
-        makes, reads: masks of storages. Storages that exist in any case are left out.
-        seconds: time that it takes.
+        makes, reads: masks of the storages that it allocates and reads. Storages that exist in any
+            case are left out.
+        seconds: seconds that it takes.
     """
 
     makes: int
@@ -41,7 +42,9 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """A stage's recomputation as numbers; bit ``i`` of a mask is storage ``i``.
+    """What a stage may keep for its backward, and what recomputing the rest takes, as numbers.
+
+    Bit ``i`` of a mask is storage ``i``.
 
     Attributes:
         nbytes: size of each storage.
@@ -57,11 +60,11 @@ class Numbers:
 
     @property
     def whole(self) -> int:
-        """What is kept where everything is kept that may be."""
+        """Mask of all storages that the backward reads and that may be kept."""
         return self.required & ~self.never
 
     def seconds(self, kept: int) -> float:
-        """Return the seconds to rebuild all that the backward reads if ``kept`` is kept."""
+        """Return the seconds to recompute what the backward reads and ``kept`` does not keep."""
         needed = self.required & ~kept
         total = 0.0
         for operation in reversed(self.operations):
@@ -71,7 +74,7 @@ class Numbers:
         return total
 
     def kept_bytes(self, kept: int) -> int:
-        """Return the total size of a mask in bytes."""
+        """Return the total bytes of the storages in the mask ``kept``."""
         return sum(n for i, n in enumerate(self.nbytes) if kept >> i & 1)
 
 
@@ -80,10 +83,10 @@ class StageParts:
     """What a stage's backward needs of its forward, and how to compute it again.
 
     Attributes:
-        numbers: numbers that the search works on.
-        storages: id of each storage in the joint graph's table.
+        numbers: storages and operations as numbers, which the search works on.
+        storages: id in the joint graph's table of each storage of ``numbers``.
         nodes: tensors in each storage.
-        charges: charges for recomputing.
+        charges: seconds that are charged for recomputing operations.
     """
 
     numbers: Numbers
@@ -92,12 +95,12 @@ class StageParts:
     charges: Charges
 
     def recompute_s(self, kept: int) -> float:
-        """Return the seconds to rebuild what is not in the mask ``kept``."""
+        """Return the seconds charged to recompute what the backward reads and ``kept`` lacks."""
         return self.charges.of_rebuild * self.numbers.seconds(kept)
 
     @property
     def forced_s(self) -> float:
-        """Seconds of rebuilding what is not kept in any case."""
+        """Seconds charged to recompute the storages that no plan may keep; 0 without any."""
         return self.recompute_s(self.numbers.whole) if self.numbers.never else 0.0
 
     def missing(self, kept: int) -> frozenset[fx.Node]:
@@ -107,7 +110,7 @@ class StageParts:
         )
 
     def kept_storages(self, kept: int) -> tuple[int, ...]:
-        """Return the ids of the storages in the mask ``kept``."""
+        """Return the ids in the joint graph's table of the storages in the mask ``kept``."""
         return tuple(s for i, s in enumerate(self.storages) if kept >> i & 1)
 
 
@@ -118,23 +121,28 @@ Kept = Mapping[int, int]
 
 @dataclass(frozen=True)
 class Options:
-    """Save options of all stages.
+    """Choices, for each stage, of what to keep for its backward instead of all that it reads.
 
     Attributes:
-        parts: parts of each stage.
-        masks: for each stage what its options keep, most bytes first.
+        parts: what each stage's backward reads, and how to compute it again.
+        masks: for each stage, the mask of storages that each of its options keeps, most bytes
+            first.
     """
 
     parts: tuple[StageParts, ...]
     masks: tuple[tuple[int, ...], ...]
 
     def at(self, measured: Measured) -> Options:
-        """Return the same choices for other times of operations, without a new search."""
+        """Return the same options with the operation times in ``measured``, without a search."""
         parts = (replace(p, charges=p.charges.at(measured, i)) for i, p in enumerate(self.parts))
         return replace(self, parts=tuple(parts))
 
     def kept_by(self, schedule: Schedule) -> Kept:
-        """Return what ``schedule`` keeps of each stage, according to the stage's last ``F_all``."""
+        """Return, by stage, the mask of storages that its last ``F_all`` in ``schedule`` keeps.
+
+        ``F_all`` is a forward that keeps the stage's saved set, or an option's part of it. Stages
+        that keep everything are left out.
+        """
         kept: dict[int, int] = {}
         for op in schedule.computations:
             if isinstance(op, Forward) and op.keep is Keep.ALL:
@@ -150,9 +158,9 @@ class Options:
         return {stage: self.parts[stage].missing(mask) for stage, mask in kept.items()}
 
     def rebuilt(self) -> list[list[frozenset[fx.Node]]]:
-        """Return for each stage what its backward rebuilds: with everything kept, by each option.
+        """Return, for each stage, the tensors its backward recomputes, by choice of what is kept.
 
-        With everything kept it rebuilds what is not kept in any case.
+        The first choice is to keep everything that may be kept; the others are the stage's options.
         """
         whole = (
             parts.missing(~parts.numbers.never) if parts.numbers.never else frozenset[fx.Node]()
@@ -171,14 +179,16 @@ def find_options(
     *,
     masks: tuple[tuple[int, ...], ...] | None = None,
 ) -> Options:
-    """Find the save options of every stage. Stages with equal numbers are searched once.
+    """Find, for every stage, good choices of what to keep for its backward (save options).
+
+    Stages with equal storages and operations (:class:`Numbers`) are searched once.
 
     Args:
         measured: the stages and their costs.
         blocks: blocks of the stages.
-        effort: limits the options and the search for them.
-        masks: options that were masks_of at another size, to use instead of a search. Schedules
-            identify options by their number.
+        effort: limits the number of options and the search for them.
+        masks: options found at another size, to use instead of a search. Schedules identify options
+            by their number.
 
     Returns:
         At most ``Effort.save_options`` options for each stage. None is better than another in both
@@ -198,7 +208,7 @@ def find_options(
 
 
 def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
-    """Return operations and storages of one stage's recomputation."""
+    """Return what the backward of stage ``index`` needs of its forward, and how to recompute it."""
     line = measured.line
     table = line.joint.storages
     _, again, _ = stage_blocks(line, blocks, index)
@@ -239,7 +249,11 @@ def parts_of(measured: Measured, blocks: BlockCache, index: int) -> StageParts:
 
 
 def search(numbers: Numbers, effort: Effort) -> list[int]:
-    """Find masks of the Pareto set over bytes kept and seconds, most bytes first."""
+    """Return masks of storages to keep, Pareto-optimal in bytes and seconds, most bytes first.
+
+    All masks are tried if there are few storages, else those found by CP-SAT, or greedily without
+    ortools.
+    """
     count = len(numbers.nbytes)
     if count <= effort.tried_storages:
         return _pareto(numbers, range(1 << count))
@@ -250,7 +264,10 @@ def search(numbers: Numbers, effort: Effort) -> list[int]:
 
 
 def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
-    """Return the masks that no other beats and that keep less than everything, most bytes first."""
+    """Return the masks that no other one beats in bytes and seconds, most bytes first.
+
+    Masks that keep everything are left out.
+    """
     allowed = dict.fromkeys(m & ~numbers.never for m in masks) if numbers.never else masks
     scored = sorted((numbers.kept_bytes(m), numbers.seconds(m), m) for m in allowed)
     best_s, front = float("inf"), []
@@ -264,13 +281,13 @@ def _pareto(numbers: Numbers, masks: Iterable[int]) -> list[int]:
 
 
 def greedy_masks(numbers: Numbers, effort: Effort) -> list[int]:
-    """Choose good masks for several limits, each a share of all bytes, without ortools.
+    """Return masks of storages to keep, chosen greedily for several limits on their bytes.
 
-    For each limit there are two starts. One keeps everything required, and removes storages by
-    least time to rebuild per byte until the rest fits. The other keeps nothing. Both then add
-    storages by most time saved per byte while these fit. Losses and gains are only updated when
-    they come first. That changes nothing where the loss of a storage never decreases as more is
-    removed, and its gain never increases as more is added.
+    Each limit is a share of all bytes. For each there are two starts. One keeps everything
+    required, and removes storages by least time to rebuild per byte until the rest fits. The other
+    keeps nothing. Both then add storages by most time saved per byte while these fit. Losses and
+    gains are only updated when they come first. That changes nothing where the loss of a storage
+    never decreases as more is removed, and its gain never increases as more is added.
     """
     whole, free = numbers.kept_bytes(numbers.whole), _without_bytes(numbers)
     thinned = _thinned(numbers, numbers.whole | free)
@@ -282,13 +299,19 @@ def greedy_masks(numbers: Numbers, effort: Effort) -> list[int]:
 
 
 def _greedy_within(numbers: Numbers, limit_bytes: int, thinned: Sequence[int]) -> list[int]:
-    """Fill up two masks to a limit: nothing, and the first of ``thinned`` that fits."""
+    """Return two masks filled up to ``limit_bytes``: nothing, and the first of ``thinned`` to fit.
+
+    ``thinned`` has masks with ever fewer bytes, from :func:`_thinned`.
+    """
     fitting = next(m for m in thinned if numbers.kept_bytes(m) <= limit_bytes)
     return [_filled(numbers, mask, limit_bytes) for mask in (_without_bytes(numbers), fitting)]
 
 
 def _thinned(numbers: Numbers, mask: int) -> list[int]:
-    """Remove storages one by one, those of least loss per byte first, and return every mask."""
+    """Remove the storages of ``mask`` one by one; return the mask at first and after each removal.
+
+    The next one is that whose removal adds the fewest seconds of recomputation per byte.
+    """
     masks = [mask]
     heap = [(0.0, i) for i in _set_bits(mask) if numbers.nbytes[i]]
     while heap:
@@ -304,7 +327,10 @@ def _thinned(numbers: Numbers, mask: int) -> list[int]:
 
 
 def _filled(numbers: Numbers, mask: int, limit_bytes: int) -> int:
-    """Add storages to ``mask`` by most gain of time per byte while they fit."""
+    """Return ``mask`` with more storages, up to ``limit_bytes``.
+
+    Those that save the most seconds per byte are added first.
+    """
     room_bytes = limit_bytes - numbers.kept_bytes(mask)
     heap = [(-math.inf, i) for i in range(len(numbers.nbytes)) if not mask >> i & 1]
     while heap:
@@ -322,7 +348,7 @@ def _filled(numbers: Numbers, mask: int, limit_bytes: int) -> int:
 
 
 def fastest_within(numbers: Numbers, limit_bytes: int, effort: Effort) -> int:
-    """Return the fastest mask that keeps at most ``limit_bytes``.
+    """Return the mask of at most ``limit_bytes`` to keep with the fewest seconds to recompute.
 
     It is optimal where CP-SAT proves that within its limit of work. Without ortools it is chosen
     greedily.
@@ -336,7 +362,7 @@ def fastest_within(numbers: Numbers, limit_bytes: int, effort: Effort) -> int:
 
 
 def _by_cpsat(numbers: Numbers, effort: Effort, cp_model: ModuleType) -> list[int]:
-    """Return the fastest mask within each of several limits, each a share of all bytes."""
+    """Return the fastest mask by CP-SAT for each of several limits, each a share of all bytes."""
     whole = numbers.kept_bytes(numbers.whole)
     masks = [_without_bytes(numbers)]
     count, work = effort.save_options, effort.solve_work
@@ -348,8 +374,9 @@ def _by_cpsat(numbers: Numbers, effort: Effort, cp_model: ModuleType) -> list[in
 def _exact_within(
     numbers: Numbers, limit_bytes: int, cp_model: ModuleType, most_work: float
 ) -> list[int]:
-    """Return the fastest mask within a limit; none where CP-SAT's ``most_work`` was too little.
+    """Return the fastest mask within ``limit_bytes`` by CP-SAT, as a list.
 
+    The list is empty if CP-SAT finds none within ``most_work``, in its deterministic unit of time.
     A storage exists in the backward if it is kept or computed again. An operation that runs again
     needs all that it reads.
     """
@@ -391,7 +418,11 @@ def _set_bits(mask: int) -> list[int]:
 
 
 def _prune(numbers: Numbers, masks: Sequence[int], effort: Effort) -> tuple[int, ...]:
-    """Remove masks that add least area to the curve until ``Effort.save_options`` are left."""
+    """Return at most ``effort.save_options`` of ``masks``, those that shape the curve most.
+
+    The curve is that of seconds over bytes kept. The mask that adds the least area to it goes
+    first.
+    """
     points = [
         (numbers.kept_bytes(numbers.whole), numbers.seconds(numbers.whole), -1),
         *((numbers.kept_bytes(m), numbers.seconds(m), m) for m in masks),

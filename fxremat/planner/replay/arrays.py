@@ -32,7 +32,7 @@ MOST_ROOM = 1 << 27
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SizedNumbers:
-    """The numbers of a step that depend on its sizes; for shapes see :class:`At`."""
+    """Bytes and seconds of a step at one size of its inputs; for shapes see :class:`At`."""
 
     nbytes: Ints
     workspace: Ints
@@ -42,7 +42,7 @@ class SizedNumbers:
 
     @staticmethod
     def of(measured: Measured, options: Options, number: Mapping[fx.Node, int]) -> SizedNumbers:
-        """Return the bytes and seconds of a measured line."""
+        """Return the bytes and seconds in ``measured``, in arrays by the ``number`` of a node."""
         return SizedNumbers(
             np.array(measured.line.joint.storages.nbytes, dtype=np.int64),
             _workspace(measured, number),
@@ -53,7 +53,10 @@ class SizedNumbers:
 
     @staticmethod
     def nothing(line: Line, number: Mapping[fx.Node, int]) -> SizedNumbers:
-        """Return the numbers of a line without workspaces and seconds, to derive its calls only."""
+        """Return the storage sizes of ``line``, with zeros for workspaces and seconds.
+
+        They suffice to derive the calls of a schedule.
+        """
         stages = np.zeros(len(line.stages))
         return SizedNumbers(
             np.array(line.joint.storages.nbytes, dtype=np.int64),
@@ -66,17 +69,19 @@ class SizedNumbers:
 
 @dataclass(slots=True)
 class LineArrays:
-    """A measured line as numbers, with working memory. Not thread-safe.
+    """The stages of a step as two arrays of numbers, which compiled loops read and write.
+
+    The arrays include working memory, so they are not thread-safe.
 
     Attributes:
-        data: integers.
-        seconds: times.
-        at: the places of both.
+        data: all integers.
+        seconds: all times.
+        at: the places in ``data`` or ``seconds`` where each kind of number begins.
         number: the number of each node.
         nodes: the nodes by number.
         storages: storages of the value of each forward node.
         numbers: the sized numbers that ``data`` and ``seconds`` hold now.
-        context_key: the context bytes that ``data`` holds now.
+        context_key: identifies the context bytes that ``data`` holds now.
     """
 
     data: Ints
@@ -89,7 +94,7 @@ class LineArrays:
     context_key: object = None
 
     def load(self, numbers: SizedNumbers) -> None:
-        """Switch to the numbers of another size, and recompute bytes and seconds of all blocks."""
+        """Replace the bytes and seconds in the arrays by ``numbers``, and update cached blocks."""
         from fxremat.planner.replay.extract import resize  # noqa: PLC0415
 
         if numbers is self.numbers:
@@ -115,10 +120,10 @@ class LineArrays:
         handed: Iterable[fx.Node],
         released: Mapping[int, bool],
     ) -> None:
-        """Switch to other context bytes.
+        """Write the memory that is held outside the step's graphs to the arrays.
 
         Args:
-            key: identifies the context, and is stored as ``context_key``.
+            key: identifies this memory, and is stored as ``context_key``.
             nbytes: bytes held throughout the step, needed at the loss point, held in the backward,
                 and needed at the end.
             handed: gradients whose memory is released as soon as they are computed.
@@ -139,7 +144,12 @@ class LineArrays:
         return np.unpackbits(np.frombuffer(held, dtype=np.uint8), count=self.at.nodes)
 
     def evaluate(self, codes: Codes, held: Flags) -> tuple[Ints, Floats, float]:
-        """Return a decision's calls, the seconds of each, and the total (``replay.evaluate``)."""
+        """Evaluate a schedule that holds the values of the nodes flagged in ``held``.
+
+        Returns:
+            An array with a column for each call (for its rows see ``replay.OP``), the seconds of
+            each call, and the seconds of the step.
+        """
         # Loading numba takes longer than all else in the package: not at import.
         from fxremat.planner.replay.replay import ROWS, evaluate  # noqa: PLC0415
 
@@ -148,7 +158,9 @@ class LineArrays:
         return calls, call_s, float(total_s)
 
     def run(self, kernel: Callable[..., Any], *args: object) -> Any:
-        """Run ``kernel``, and enlarge the arena until the blocks of one evaluation fit.
+        """Call ``kernel`` with the arrays and ``args``, and return its result.
+
+        If its blocks do not fit into the arrays, these are enlarged, and it is called again.
 
         Raises:
             CostError: the kernel runs an operation that was never measured.
@@ -166,7 +178,7 @@ class LineArrays:
         return result
 
     def totals(self) -> dict[str, int]:
-        """Return the totals of the last evaluation, by name."""
+        """Return figures of the last evaluation by name, such as ``"peak_bytes"``."""
         names = (
             "calls",
             "loss_point",

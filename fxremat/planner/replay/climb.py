@@ -53,17 +53,21 @@ def find_effects(
     nbytes: Ints,
     worth: Floats,
 ) -> int:
-    """Find the effect of holding the results of each operation that the last evaluation recomputes.
+    """Find the seconds per byte gained by holding the results of each recomputed operation.
+
+    The operations are those that the last evaluation recomputes.
 
     Args:
-        data, seconds, at, codes, calls: of that evaluation.
+        data, seconds, at: the arrays of the step.
+        codes, calls: the schedule that was evaluated last, and its calls.
         groups: shape ``(F,)``, filled with the operation of each effect, the most valuable first.
             It stands for all operations whose results are its values or views of them.
-        nbytes: shape ``(F,)``, filled with the bytes that are not held across the loss point
-            anyway.
+        nbytes: shape ``(F,)``, filled with the bytes to hold that are not held across the loss
+            point anyway.
         worth: shape ``(F,)``, filled with seconds gained per byte added above the present peak.
 
-    Returns the number of effects.
+    Returns:
+        The number of effects.
     """
     _reset_working_arrays(data, seconds, at)
     _note_runs(data, seconds, at.packed, calls)
@@ -100,7 +104,10 @@ def _weigh(
     nbytes: Ints,
     worth: Floats,
 ) -> int:
-    """Do the work of ``find_effects``, without sorting, after all facts have been noted."""
+    """Fill ``groups``, ``nbytes`` and ``worth`` of :func:`find_effects`, unsorted; return how many.
+
+    ``most`` is the table of :func:`_highest` of the peaks of calls.
+    """
     at: At = packed[0]
     _add_up(data, seconds, at)
     _find_room(data, at, codes, calls, most)
@@ -121,7 +128,7 @@ def _weigh(
 
 @njit(inline="always")
 def _is_unheld(data: Ints, at: At, group: int) -> bool:
-    """Return whether a constraint forbids to hold results of ``group``."""
+    """Return whether a plan may not hold some result of the operations in ``group``."""
     found = False
     for i in range(data[at.members + group], data[at.members + group + 1]):
         found = found or data[at.unheld + data[i]] == 1
@@ -130,7 +137,10 @@ def _is_unheld(data: Ints, at: At, group: int) -> bool:
 
 @njit(inline="always")
 def mark_results(data: Ints, at: At, group: int, held: Flags) -> None:
-    """Mark in ``held`` the tensors that are held if the results of ``group`` are."""
+    """Set ``held`` to 1 for the tensors in storages that a recomputation of ``group`` allocates.
+
+    ``group`` is an operation with its values and views of them.
+    """
     _results(data, at, group)
     stage = data[at.stage + group]
     stamp = data[at.marks]
@@ -146,9 +156,10 @@ def mark_results(data: Ints, at: At, group: int, held: Flags) -> None:
 
 @njit(inline="always")
 def _results(data: Ints, at: At, group: int) -> tuple[int, int]:
-    """Mark the storages that ``group`` allocates when it runs again.
+    """Mark, in ``at.marked``, the storages that a recomputation of ``group`` allocates.
 
-    Returns the number of storages, and the bytes of those that are not held across the loss point.
+    Returns:
+        The number of storages, and the bytes of those that are not held across the loss point.
     """
     data[at.marks] += 1
     stamp = data[at.marks]
@@ -168,7 +179,10 @@ def _results(data: Ints, at: At, group: int) -> tuple[int, int]:
 
 @njit(cache=True, nogil=True)
 def _note_runs(data: Ints, seconds: Floats, packed: Packed, calls: Ints) -> None:
-    """Note what runs again, its seconds, and what backwards read directly."""
+    """Write to ``at.ran`` and ``at.again_s`` what the last evaluation recomputes, and its seconds.
+
+    What operations of a backward read directly is written to ``at.direct``.
+    """
     at: At = packed[0]
     forward = at.forward_count
     for call in range(data[at.total + COUNT]):
@@ -186,7 +200,10 @@ def _note_runs(data: Ints, seconds: Floats, packed: Packed, calls: Ints) -> None
 
 @njit(inline="always")
 def _common(data: Ints, at: At, one: int, two: int) -> int:
-    """Return the nearest common post-dominator; ``one`` may be unset."""
+    """Return the nearest common post-dominator of two groups; ``two`` if ``one`` is unset.
+
+    A group is an operation with its values and views of them.
+    """
     if one == _UNSET:
         return two
     while one != two:
@@ -201,9 +218,10 @@ def _common(data: Ints, at: At, one: int, two: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _build_tree(data: Ints, seconds: Floats, packed: Packed) -> None:
-    """Find the immediate post-dominator and the seconds of each group that runs again.
+    """Write the immediate post-dominator of each rerun group of operations to ``at.parent``.
 
-    A group that does not run again has no parent.
+    The seconds of the group are written to ``at.gained_s``. A group that does not run again has no
+    parent.
     """
     at: At = packed[0]
     for group in range(at.forward_count - 1, -1, -1):
@@ -235,7 +253,11 @@ def _build_tree(data: Ints, seconds: Floats, packed: Packed) -> None:
 
 @njit(cache=True, nogil=True)
 def _note_saved(data: Ints, packed: Packed) -> None:
-    """Add each storage that is held for recomputations to what its common post-dominator frees."""
+    """Add the bytes of storages that are held only for recomputations to ``at.freed``.
+
+    They are freed if the common post-dominator of these recomputations is held, and are added
+    there.
+    """
     at: At = packed[0]
     storages = at.storage_count
     for node in range(at.nodes):
@@ -260,7 +282,10 @@ def _note_saved(data: Ints, packed: Packed) -> None:
 
 @njit(inline="always")
 def _add_up(data: Ints, seconds: Floats, at: At) -> None:
-    """Sum up gains and freed bytes over subtrees; a child comes before its parent."""
+    """Add ``at.gained_s`` and ``at.freed`` of each group to those of its parent.
+
+    They then are sums over subtrees. A child comes before its parent.
+    """
     for group in range(at.forward_count):
         parent = data[at.parent + group]
         if parent >= 0:
@@ -270,7 +295,10 @@ def _add_up(data: Ints, seconds: Floats, at: At) -> None:
 
 @njit(inline="always")
 def _find_room(data: Ints, at: At, codes: Ints, calls: Ints, most: Ints) -> None:
-    """Find the bytes below the peak from a stage's first run until it first runs again."""
+    """Write to ``at.room`` the bytes that are free below the peak while a stage's values are held.
+
+    They are held from the stage's first run until it first runs again.
+    """
     count, loss_point = data[at.total + COUNT], data[at.total + LOSS_POINT]
     for call in range(count):
         code = codes[calls[OP, call]]
@@ -316,13 +344,14 @@ def climb(
     found_bytes: Ints,
     found_s: Floats,
 ) -> int:
-    """Hold more and more of the recomputed storages, those that gain most per byte first.
+    """Local search: hold more and more of the storages that a schedule recomputes.
 
-    Changes that fit below the present peak come before changes that raise it. Since similar layers
-    have similar changes, a few of them are made at once.
+    Those that gain most seconds per byte come first, and changes that fit below the present peak
+    before changes that raise it. Since similar layers have similar changes, a few of them are made
+    at once.
 
     Args:
-        data, seconds, at: the step.
+        data, seconds, at: the arrays of the step.
         codes: the schedule.
         start: shape ``(N,)``, the tensors that are held at the start.
         limit_bytes: the climb ends after the first step whose peak exceeds this.
@@ -331,7 +360,8 @@ def climb(
             each step is faster than the previous one.
         found_bytes, found_s: shape ``(S,)``, filled with their peaks and seconds.
 
-    Returns the number of steps. A failed evaluation ends the climb; ``At.total`` then says why.
+    Returns:
+        The number of steps. A failed evaluation ends the climb; ``At.total`` then says why.
     """
     calls = np.zeros((5, codes.size), dtype=np.int64)
     call_s = np.zeros(codes.size)
@@ -391,7 +421,21 @@ def _mark_alike(
     count: int,
     tried: Flags,
 ) -> int:
-    """Mark in ``tried`` effect ``first`` and the similar ones up to ``count``; return how many."""
+    """Mark in ``tried`` the tensors that effect ``first`` and similar ones hold.
+
+    Args:
+        data, packed: the arrays of the step.
+        groups, nbytes, worth: the effects, as :func:`find_effects` gives them.
+        refused: flags of groups that are not tried again.
+        step_bytes: limit on the bytes of all effects together.
+        alike: least worth of a similar effect, as a share of the first one's.
+        first: index of the first effect.
+        count: number of effects.
+        tried: flags of tensors.
+
+    Returns:
+        The number of effects that were marked.
+    """
     at: At = packed[0]
     left_bytes = step_bytes
     taken = 0

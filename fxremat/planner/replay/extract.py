@@ -41,7 +41,7 @@ NOTHING_ASKED, NO_ROOM, MISSED = -1, -2, -3
 
 
 def make_room(data: Ints, at: At, calls: int) -> None:
-    """Drop all blocks if those of ``calls`` more calls may not fit."""
+    """Empty the cache of blocks if there may be no room for the blocks of ``calls`` more calls."""
     full = data[at.counts + BLOCKS] + calls > TABLE // 2
     full = full or data[at.counts + FOOTPRINTS] + calls > TABLE // 2
     if full or 2 * (data[at.counts + TOP] - at.arena) > data[at.counts + ROOM] - at.arena:
@@ -52,7 +52,7 @@ def make_room(data: Ints, at: At, calls: int) -> None:
 
 
 def resize(data: Ints, seconds: Floats, at: At) -> None:
-    """Recompute the seconds of all blocks, and drop their footprints, after sizes have changed."""
+    """Update the seconds of all cached blocks, and drop their peaks, after sizes have changed."""
     data[at.footprint_key : at.footprint_key + 2 * TABLE] = 0
     data[at.counts + FOOTPRINTS] = 0
     data[at.counts + FAILED] = 0
@@ -70,7 +70,10 @@ def _time_all(data: Ints, seconds: Floats, packed: Packed) -> None:
 
 @njit(inline="always")
 def time_block(data: Ints, seconds: Floats, at: At, block: int) -> None:
-    """Add up the seconds of what a block recomputes, in a forward and in a rebuild."""
+    """Write the seconds of what a block recomputes to ``at.block_s``.
+
+    There are two numbers: as part of a forward, and as part of a rebuild before a backward.
+    """
     forward_s = rebuild_s = 0.0
     lists = at.block + COLUMNS * block
     for i in range(data[lists + NODES], data[lists + INPUTS]):
@@ -85,7 +88,10 @@ def time_block(data: Ints, seconds: Floats, at: At, block: int) -> None:
 
 @njit(cache=True, nogil=True)
 def list_operations(data: Ints, at: At, stage: int, mode: int) -> int:
-    """Write the operations of a block's stage to ``at.listed``, in order; return how many."""
+    """Write the operations of a stage's forward or backward to ``at.listed``; return how many.
+
+    ``mode`` is ``FIRST``, ``AGAIN`` or ``BACK``.
+    """
     if mode != BACK:
         begin, end = data[at.forward + stage], data[at.forward + stage + 1]
     else:
@@ -99,7 +105,10 @@ def list_operations(data: Ints, at: At, stage: int, mode: int) -> int:
 
 @njit(cache=True, nogil=True)
 def place_sums(data: Ints, at: At) -> None:
-    """Assign each sum over branches to the backward that runs last of those it waits for."""
+    """Assign each sum of gradients of several branches to the last backward that it waits for.
+
+    The stage of this backward is written to ``at.sum_at``.
+    """
     data[at.unusual : at.unusual + at.stages] = 0
     data[at.sum_hash : at.sum_hash + 2 * at.stages] = 0
     for i in range(at.sum_count):
@@ -117,7 +126,11 @@ def place_sums(data: Ints, at: At) -> None:
 
 @njit(inline="always")
 def _with_sums(data: Ints, at: At, stage: int, begin: int, end: int) -> int:
-    """List a backward's operations, with each sum as soon as all its inputs are available."""
+    """Write a backward's operations to ``at.listed``, with each sum over branches; return how many.
+
+    A sum comes as soon as all its inputs are available. The nodes ``begin`` to ``end - 1`` are
+    those of the stage's backward.
+    """
     data[at.counts + STAMP] += 1
     missing = data[at.counts + STAMP]  # marked in ``want``: not listed yet
     done = -missing
@@ -162,7 +175,11 @@ def _with_sums(data: Ints, at: At, stage: int, begin: int, end: int) -> int:
 
 @njit(inline="always")
 def can_give(data: Ints, at: At, mode: int, held: Flags, node: int) -> bool:
-    """Return whether a block returns ``node``; a recomputation returns nothing pinned or held."""
+    """Return whether a call in ``mode`` can return ``node``.
+
+    It must be a tensor. A recomputation returns nothing that is pinned or held: that is in memory
+    already.
+    """
     if data[at.tensor + node] == 0:
         return False
     return mode != AGAIN or (data[at.pinned + node] == 0 and held[node] == 0)
@@ -170,10 +187,14 @@ def can_give(data: Ints, at: At, mode: int, held: Flags, node: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def block_of(data: Ints, at: At, held: Flags, stage: int, mode: int, option: int) -> int:
-    """Return the block of a call.
+    """Return the number of the cached block that a call of ``stage`` runs.
 
-    Returns ``NOTHING_ASKED`` for a recomputation whose results nobody reads, ``NO_ROOM`` if a new
-    block may not fit, and ``MISSED`` if ``extract`` must make the block first.
+    It depends on the values that are asked for in ``at.needed``. ``option`` is the stage's save
+    option.
+
+    Returns:
+        The number, or ``NOTHING_ASKED`` for a recomputation whose results nobody reads, ``NO_ROOM``
+        if a new block may not fit, ``MISSED`` if :func:`extract` must make the block first.
     """
     count = list_operations(data, at, stage, mode)
     data[at.counts + STAMP] += 1
@@ -217,7 +238,10 @@ def block_of(data: Ints, at: At, held: Flags, stage: int, mode: int, option: int
 
 
 def extract(data: Ints, seconds: Floats, at: At, held: Flags) -> None:
-    """Make the block that was ``MISSED``: the least that returns what is asked of it."""
+    """Make and cache the block that :func:`block_of` missed.
+
+    It has the fewest operations that return what is asked of it.
+    """
     entry, stage, mode, row, count = data[at.missed : at.missed + 5].tolist()
     block = int(data[at.counts + BLOCKS])
     data[at.counts + BLOCKS] += 1
@@ -231,7 +255,11 @@ def extract(data: Ints, seconds: Floats, at: At, held: Flags) -> None:
 def _select(
     data: Ints, packed: Packed, held: Flags, block: int, stage: int, mode: int, row: int, count: int
 ) -> int:
-    """Gather what runs in a block at the end of ``at.listed``; return where it begins."""
+    """Gather the operations that a block runs at the end of ``at.listed``; return where they begin.
+
+    ``count`` operations are listed. ``row`` is the list in ``at.missing`` of what a backward
+    recomputes, or -1.
+    """
     at: At = packed[0]
     stamp = data[at.counts + STAMP]
     _record_asked(data, at, block, count)
@@ -258,7 +286,10 @@ def _select(
 
 @njit(inline="always")
 def _recompute(data: Ints, at: At, held: Flags, stage: int, row: int) -> bool:
-    """Mark the forward operations that a backward recomputes; return whether there are any."""
+    """Mark in ``at.again`` the forward operations that a backward recomputes; return whether any.
+
+    ``row`` is the list in ``at.missing`` of the tensors that were not kept.
+    """
     stamp = data[at.counts + STAMP]
     missing = -stamp  # a temporary mark in ``chosen``
     for k in range(data[at.missing + row], data[at.missing + row + 1]):
@@ -276,10 +307,11 @@ def _recompute(data: Ints, at: At, held: Flags, stage: int, row: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def _interleave(data: Ints, packed: Packed, inside: int, count: int, mode: int) -> int:
-    """Write what runs to ``at.order``; return the number of nodes.
+    """Write the nodes that a block runs to ``at.order``, in order of execution; return how many.
 
-    Each view and each recomputed value comes right before its first reader. The values of an
-    operation with several results directly follow it.
+    Its operations are in ``at.listed`` from ``inside`` to ``count``. Each view and each recomputed
+    value comes right before its first reader. The values of an operation with several results
+    directly follow it.
     """
     at: At = packed[0]
     stamp = data[at.counts + STAMP]
@@ -316,7 +348,7 @@ def _interleave(data: Ints, packed: Packed, inside: int, count: int, mode: int) 
 
 @njit(inline="always")
 def _record_asked(data: Ints, at: At, block: int, count: int) -> None:
-    """Write what is asked of a block to the arena, and begin its lists."""
+    """Write the tensors that a block has to return to ``at.arena``, as the first of its lists."""
     top = data[at.counts + TOP]
     data[at.block + COLUMNS * block + ASKED] = top
     for i in range(count):
@@ -338,10 +370,10 @@ def _record(
     inside: int,
     count: int,
 ) -> None:
-    """Write the lists of a block to the arena.
+    """Write the nodes of a block, its inputs and their storages to ``at.arena``, as lists.
 
-    These are its nodes (twice the number, plus 1 for a recomputation), its inputs, the forward
-    values that its backward operations read, and the storages of its inputs.
+    A node is written as twice its number, plus 1 for a recomputation. One more list has the forward
+    values that backward operations read.
     """
     at: At = packed[0]
     stamp = data[at.counts + STAMP]

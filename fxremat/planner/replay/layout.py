@@ -26,7 +26,7 @@ from fxremat.planner.replay.places import (
 
 
 class _Layout:
-    """Places arrays of integers, and arrays of seconds, one after the other."""
+    """Arranges named arrays one after the other, in one array of integers and one of seconds."""
 
     def __init__(self) -> None:
         self.places: dict[str, int] = {}
@@ -42,7 +42,7 @@ class _Layout:
             self._size += array.size
 
     def put_lists(self, **lists: Iterable[Sequence[int]]) -> None:
-        """Add lists: first where each begins, then their items."""
+        """Add several lists under each name: the places where they begin, then their items."""
         for name, each in lists.items():
             rows = list(each)
             first = self._size + len(rows) + 1
@@ -69,7 +69,7 @@ class _Layout:
 
 
 def numbering(line: Line) -> dict[fx.Node, int]:
-    """Return the number of each node that evaluations refer to."""
+    """Return the number of each node of the step, from 0 on; for their order see :class:`At`."""
     joint = line.joint
     nodes: dict[fx.Node, int] = {}
     views = (n for n in joint.forward if n in line.views)
@@ -92,7 +92,15 @@ Rebuilt = Sequence[Sequence[Set[fx.Node]]]
 def arrays_of(
     line: Line, number: dict[fx.Node, int], rebuilt: Rebuilt, numbers: SizedNumbers
 ) -> LineArrays:
-    """Return a line as numbers, without context bytes; ``number`` is its :func:`numbering`."""
+    """Return the stages of a step as arrays of numbers, without context bytes.
+
+    Args:
+        line: the stages.
+        number: the number of each node, from :func:`numbering`.
+        rebuilt: for each stage and each choice of what to keep, the tensors that its backward
+            recomputes.
+        numbers: bytes and seconds.
+    """
     nodes = tuple(number)
     layout = _Layout()
     _put_nodes(layout, line, number)
@@ -117,7 +125,7 @@ def arrays_of(
 
 
 def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
-    """Add what each node reads and makes, and what it is."""
+    """Add to ``layout`` what each node reads and makes, and its properties; see :class:`At`."""
     joint, table, nodes = line.joint, line.joint.storages, list(number)
     forward = {node for stage in line.stages for node in stage.forward}
     outside = {*joint.given, *joint.tangents}
@@ -186,14 +194,14 @@ def _put_sized_numbers(layout: _Layout, numbers: SizedNumbers) -> None:
 
 
 def _put_operations(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
-    """Add forward operations as recomputations, for local search.
+    """Add to ``layout`` how forward operations depend on each other when they run again.
 
-    ``stage`` is the stage of each; ``users`` lists the operations that read it when they run again;
-    ``group`` is the first operation of its stage whose result it is a value or a view of, or
-    itself; ``members`` lists operations by group; ``makes`` lists storages that it allocates;
-    ``always_held`` says of each storage whether every schedule holds it across the loss point.
-    ``unheld`` says of each operation whether a
-    plan may not hold what it makes. Storages that are held throughout the step are left out.
+    This is for local search. ``stage`` is the stage of each; ``users`` lists the operations that
+    read it when they run again; ``group`` is the first operation of its stage whose result it is a
+    value or a view of, or itself; ``members`` lists operations by group; ``makes`` lists storages
+    that it allocates; ``always_held`` says of each storage whether every schedule holds it across
+    the loss point. ``unheld`` says of each operation whether a plan may not hold what it makes.
+    Storages that are held throughout the step are left out.
     """
     joint, table = line.joint, line.joint.storages
     given = table.of(joint.given)

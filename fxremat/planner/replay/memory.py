@@ -22,14 +22,16 @@ from fxremat.planner.replay.places import AGAIN, COLUMNS, UNKNOWN, At, Ints, fin
 
 @njit(inline="always")
 def footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
-    """Return the place of the peak and the change in bytes of ``block``.
+    """Return the place in ``data`` of a block's peak in bytes; its change in held bytes follows.
+
+    Both are computed once for each set of storages that are held elsewhere.
 
     Args:
-        data, at: the step.
-        block: the block. The first ``outputs`` entries of ``at.listed`` are the tensors that it
-            returns.
-        mode: the mode of the block.
-        outputs: the number of these tensors.
+        data, at: the arrays of the step.
+        block: number of the block. The first ``outputs`` entries of ``at.listed`` are the tensors
+            that it returns.
+        mode: ``FIRST``, ``AGAIN`` or ``BACK``.
+        outputs: the number of tensors that it returns.
     """
     one = mixed(block, 5)
     two = mixed(block, 6)
@@ -58,7 +60,7 @@ def footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
 
 @njit(cache=True, nogil=True)
 def run_block(data: Ints, at: At, block: int, mode: int, outputs: int) -> tuple[int, int]:
-    """Return the peak of a block and the bytes held at its end, less those held at its start.
+    """Return a block's peak in bytes and the bytes held at its end, both less those at its start.
 
     Requires: storages that are held elsewhere are marked in ``at.kept`` with the current stamp, and
         the values that the block returns are at the beginning of ``at.listed``.
@@ -114,7 +116,10 @@ def run_block(data: Ints, at: At, block: int, mode: int, outputs: int) -> tuple[
 
 @njit(inline="always")
 def _mark_last_uses(data: Ints, at: At, begin: int, end: int) -> None:
-    """Note in ``at.last`` the operation of a block that uses each storage last."""
+    """Write to ``at.last``, for each storage, the last operation of a block that uses it.
+
+    ``data[begin:end]`` is the block's list of nodes.
+    """
     previous = -1
     for i in range(begin, end):
         node, again = data[i] // 2, data[i] % 2
@@ -133,7 +138,10 @@ def _mark_last_uses(data: Ints, at: At, begin: int, end: int) -> None:
 
 @njit(inline="always")
 def _made(data: Ints, at: At, node: int, again: int) -> tuple[int, int]:
-    """Return where the storages of an operation's results begin and end in ``data``."""
+    """Return where the list of storages of a node's results begins and ends in ``data``.
+
+    It is shorter for a recomputed BatchNorm (``again``), which returns no statistics.
+    """
     first = data[at.storages + node]
     if again:
         return first, first + data[at.made_again + node]
@@ -142,7 +150,10 @@ def _made(data: Ints, at: At, node: int, again: int) -> tuple[int, int]:
 
 @njit(inline="always")
 def _released(data: Ints, at: At, storage: int, place: int, stamp: int) -> int:
-    """Return the bytes of ``storage`` once, if the operation at ``place`` is the last to use it."""
+    """Return the bytes that are freed if the operation at ``place`` uses ``storage`` last, else 0.
+
+    Each storage counts once. One that stays in memory, as it has the mark ``stamp``, is not freed.
+    """
     stays = data[at.staying + storage] == stamp or data[at.kept + storage] == stamp
     if stays or data[at.last + storage] != place:
         return 0

@@ -40,11 +40,12 @@ ends."""
 
 
 class At:
-    """The places of a step's numbers, for ``L`` stages, ``N`` nodes and ``S`` storages.
+    """Where each kind of number of a step begins in its arrays, for the compiled loops.
 
-    Nodes are numbered: the forward's, stage after stage; the backward's; views of given tensors;
-    then what is given or comes from outside. List ``i`` of the lists at ``x`` goes from ``data[x +
-    i]`` to ``data[x + i + 1]``; these are places in ``data``, too.
+    There are ``L`` stages, ``N`` nodes and ``S`` storages. Nodes are numbered: the forward's, stage
+    after stage; the backward's; views of given tensors; then what is given or comes from outside.
+    List ``i`` of the lists at ``x`` goes from ``data[x + i]`` to ``data[x + i + 1]``; these are
+    places in ``data``, too.
 
     Attributes:
         stages, nodes, storage_count, forward_count: ``L``, ``N``, ``S``, number of forward nodes.
@@ -107,13 +108,13 @@ class At:
         vars(self).update(places)
 
     def __getattr__(self, name: str) -> int:
-        """Tell type checkers that all other attributes are numbers; reached if there is none."""
+        """Raise ``AttributeError``; it tells type checkers that other attributes are integers."""
         raise AttributeError(name)
 
 
 @njit(inline="always")
 def mixed(a: int, b: int) -> int:
-    """Return a hash of two numbers."""
+    """Return a hash of the pair ``(a, b)`` as a 64-bit integer."""
     x = np.uint64(a) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(b)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -122,7 +123,10 @@ def mixed(a: int, b: int) -> int:
 
 @njit(inline="always")
 def find(data: Ints, table: int, one: int, two: int) -> int:
-    """Return the entry of a hash table with this key, or the free entry where it belongs."""
+    """Return the index of the key ``(one, two)`` in the hash table at ``data[table]``.
+
+    If the table does not have it, return the index of the free entry where it belongs.
+    """
     i = one & (TABLE - 1)
     while data[table + 2 * i] != 0 and (
         data[table + 2 * i] != one or data[table + 2 * i + 1] != two

@@ -71,17 +71,19 @@ number of codes that are left."""
 def evaluate(
     data: Ints, seconds: Floats, at: At, codes: Ints, held: Flags, calls: Ints, call_s: Floats
 ) -> float:
-    """Evaluate a decision and return its seconds.
+    """Compute the memory and time of a schedule, and return the seconds of the step.
 
     Args:
-        data, seconds, at: the step.
+        data, seconds, at: the arrays of the step.
         codes: the schedule.
         held: shape ``(N,)``, the forward tensors that are held from their first computation on.
-        calls: shape ``(ROWS, C)``, where ``C`` is at least the number of ``codes``.
-        call_s: shape ``(C,)``, seconds of each call.
+        calls: shape ``(ROWS, C)``, where ``C`` is at least the number of ``codes``; filled with the
+            calls.
+        call_s: shape ``(C,)``, filled with the seconds of each call.
 
-    Totals are written to ``At.total``, and what crosses the loss point to ``At.saved``. Other
-    results are invalid unless the evaluation ended with ``OK``.
+    Totals are written to ``At.total``, and what crosses the loss point to ``At.saved``. The seconds
+    are infinite if there is no room for all blocks. Other results are invalid unless the evaluation
+    ended with ``OK``.
     """
     make_room(data, at, codes.size)
     if codes.size > TABLE // 2:
@@ -98,7 +100,10 @@ def evaluate(
 def _walk(
     data: Ints, seconds: Floats, at: At, codes: Ints, held: Flags, calls: Ints, call_s: Floats
 ) -> float:
-    """Walk through a schedule from its end; return infinity if there is no room for it."""
+    """Evaluate the calls of a schedule from the last to the first; return the seconds of the step.
+
+    They are infinite if there is no room for its blocks.
+    """
     data[at.counts + FAILED] = data[at.total + COUNT] = data[at.total + LOSS_POINT] = 0
     data[at.total + LEFT] = codes.size
     while (
@@ -118,9 +123,13 @@ def _go_on(
     calls: Ints,
     call_s: Floats,
 ) -> float:
-    """Walk on until a block is missing.
+    """Go on with :func:`_walk` until its end or a missing block.
 
     Blocks are made by other kernels, so that these are compiled once, not once for each caller.
+
+    Returns:
+        The seconds of the step, infinity if there is no room, or ``MISSED`` if a block must be
+        made.
     """
     at: At = packed[0]
     last = (at.stages - 1) * KINDS + BACKWARD
@@ -169,7 +178,7 @@ def _go_on(
 
 @njit(inline="always")
 def _ask(data: Ints, at: At, node: int, why: int) -> None:
-    """Ask earlier calls for a tensor."""
+    """Note in ``at.needed`` that an earlier call has to return the tensor ``node``, and why."""
     if data[at.needed + node] & STAYS == 0 and why & STAYS:
         for i in range(data[at.storages + node], data[at.storages + node + 1]):
             data[at.alive + data[i]] += 1
@@ -178,9 +187,10 @@ def _ask(data: Ints, at: At, node: int, why: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _give(data: Ints, at: At, held: Flags, stage: int, mode: int) -> int:
-    """Write what a call returns to ``at.listed``, and no longer ask for it; return how many it is.
+    """Write the tensors that a call returns to ``at.listed``, and return how many they are.
 
-    Bytes that are handed over right after the call are written to ``HANDED_BYTES``.
+    They are no longer asked for. The bytes of gradients that are handed over right after the call
+    are written to ``HANDED_BYTES``.
     """
     outputs = handed = 0
     data[at.counts + STAMP] += 1
@@ -205,7 +215,9 @@ def _give(data: Ints, at: At, held: Flags, stage: int, mode: int) -> int:
 
 @njit(inline="always")
 def _hand_over(data: Ints, at: At, outputs: int, stamp: int) -> None:
-    """Add up the storages of gradients that are handed over and that nothing else lies in.
+    """Add the bytes of gradients that are freed right after a call to ``HANDED_BYTES``.
+
+    Left out are storages that anything else lies in.
 
     Requires: storages of the other outputs are marked in ``at.read`` with ``stamp``.
     """
@@ -224,7 +236,7 @@ def _hand_over(data: Ints, at: At, outputs: int, stamp: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _begin(data: Ints, packed: Packed, codes: Ints, held: Flags) -> None:
-    """Begin an evaluation by asking for what the step returns."""
+    """Reset the arrays for an evaluation of ``codes``, and ask for what the step returns."""
     at: At = packed[0]
     data[at.needed : at.needed + at.nodes] = 0
     data[at.saved : at.saved + at.nodes] = 0
@@ -278,7 +290,10 @@ def _call_seconds(
 
 @njit(inline="always")
 def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, loss_point: int) -> float:
-    """Reverse the order of the calls, and add up what they hold and take."""
+    """Reverse the calls, add up their memory into ``At.total``, and return the seconds of the step.
+
+    ``count`` is the number of calls, ``loss_point`` the number of those in the backward.
+    """
     for i in range(count // 2):
         j = count - 1 - i
         for row in range(ROWS):
@@ -330,12 +345,13 @@ def run_single_call(
     kept: bool,
     inputs: Ints,
 ) -> tuple[int, int, int]:
-    """Evaluate a single call, with nothing else held.
+    """Compute the memory of a single call of a stage, with nothing else held.
 
     Args:
-        data, seconds, at: the step.
-        stage, mode, option: the call.
-        asked: the nodes that it returns.
+        data, seconds, at: the arrays of the step.
+        stage, mode, option: the stage, how it runs (``FIRST``, ``AGAIN`` or ``BACK``), and its save
+            option.
+        asked: the nodes that the call returns.
         kept: whether its inputs are held; otherwise each is freed after its last reader, even if it
             is given.
         inputs: shape ``(N,)``, filled with what the call reads.
@@ -376,10 +392,11 @@ def run_single_call(
 
 @njit(cache=True, nogil=True)
 def find_lives(data: Ints, packed: Packed, calls: Ints, last: Ints, after: Ints) -> None:
-    """Find when each storage is used before and after the loss point of the last evaluation.
+    """Find the calls of the last evaluation that use each storage around the loss point.
 
     Args:
-        data, packed, calls: that evaluation.
+        data, packed: the arrays of the step.
+        calls: the calls of that evaluation.
         last: shape ``(S,)``, filled with the last forward call that uses the storage, or -1.
         after: shape ``(S,)``, filled with the first backward call that reads it, or -1.
     """

@@ -28,12 +28,12 @@ from fxremat.planner.decision.charges import Charges
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """A forward operation as a recomputation.
+    """A forward operation that a schedule may run again.
 
     Attributes:
         makes: storages that it allocates.
         reads: storages that it reads and that are not always held.
-        seconds: what it takes.
+        seconds: the least seconds that it is charged.
     """
 
     makes: frozenset[int]
@@ -43,7 +43,7 @@ class Recomputation:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A moment of the step.
+    """A moment of the step at which memory is compared with the budget.
 
     Attributes:
         required: forward storages that the backward reads after it.
@@ -58,11 +58,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Relaxation:
-    """The linear programs of a measured line.
+    """Linear programs for a lower bound on the seconds that any schedule spends on recomputation.
 
     Attributes:
         operations: forward operations, in order.
-        moments: the moments, the loss point first.
+        moments: the moments of the step for which there is a program, the loss point first.
         nbytes: size of each storage.
     """
 
@@ -74,7 +74,7 @@ class Relaxation:
     def of(
         measured: Measured, blocks: BlockCache, context_bytes: ContextBytes, most_moments: int
     ) -> Relaxation:
-        """Choose the moments of a measured line: the loss point, and ``most_moments`` others."""
+        """Return the programs for the loss point and at most ``most_moments`` moments after it."""
         operations = _operations(measured)
         made = frozenset(s for operation in operations for s in operation.makes)
         moments = _moments(measured, blocks, context_bytes, made, most_moments)
@@ -82,7 +82,7 @@ class Relaxation:
         return Relaxation(tuple(operations), tuple(moments), nbytes)
 
     def least_s(self, budget_bytes: int) -> float:
-        """Return seconds of recomputation that every schedule within a budget takes.
+        """Return a lower bound on the seconds that a schedule within the budget recomputes.
 
         Without ortools the result is 0, which is always a valid bound.
         """
@@ -94,9 +94,10 @@ class Relaxation:
 
 
 class _Programs:
-    """The linear programs of all moments: each storage that is read later is held or recomputed.
+    """The linear program of a moment: each storage that is read later is held or recomputed.
 
-    They share their variables, and differ in their active constraints and in the available bytes.
+    The programs of all moments share their variables, and differ in their active constraints and in
+    the available bytes.
     """
 
     def __init__(self, relaxation: Relaxation, pywraplp: ModuleType) -> None:
@@ -121,14 +122,17 @@ class _Programs:
         solver.Objective().SetMinimization()
 
     def _at_least_0(self, terms: Mapping[Any, float]) -> Any:
-        """Constrain a weighted sum of variables to be at least 0."""
+        """Add and return the constraint that a weighted sum of variables is at least 0.
+
+        ``terms`` has the weights.
+        """
         constraint = self._solver.Constraint(0.0, self._solver.infinity())
         for variable, coefficient in terms.items():
             constraint.SetCoefficient(variable, coefficient)
         return constraint
 
     def least_s(self, moment: Moment, budget_bytes: int) -> float:
-        """Return the least seconds of recomputation after ``moment``."""
+        """Return a lower bound on the seconds to recompute after ``moment`` within the budget."""
         for storage, constraint in self._available.items():
             constraint.SetLb(float(storage in moment.required and storage not in moment.anyway))
         for storage, constraint in self._read:
@@ -146,7 +150,13 @@ def _moments(
     rebuildable: frozenset[int],
     most: int,
 ) -> list[Moment]:
-    """Return the loss point, and for each stage the fullest operation of its backward."""
+    """Return the loss point, and of the backward of each stage the moment with the most memory.
+
+    Args:
+        measured, blocks, context_bytes: the step.
+        rebuildable: storages that can be computed again.
+        most: number of moments besides the loss point; others are dropped.
+    """
     line = measured.line
     table = line.joint.storages
     stays = staying(line, context_bytes)
@@ -199,14 +209,12 @@ def _moments(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Stages whose backwards run one after the other in every schedule.
-
-    They are those of the line, of a branch, or of the trunk.
+    """Stages whose backwards run in the same order in every schedule: a branch, or the trunk.
 
     Attributes:
         stages: indices of the stages.
-        before: operations of these stages, and those that every schedule runs before them.
-        after: operations that run after them.
+        before: backward operations of these stages, and those that every schedule runs before them.
+        after: backward operations that run after them.
     """
 
     stages: range
@@ -230,12 +238,15 @@ def _parts(line: Line) -> list[_Part]:
 
 
 def _stages_of(line: Line, node: fx.Node) -> frozenset[int]:
-    """Return the stages whose backwards run a backward node, or must precede it."""
+    """Return the stages whose backward runs ``node`` or, for a sum over branches, its inputs."""
     return line.sums.get(node, frozenset({line.stage_of[node]}))
 
 
 def _own_backward(line: Line, index: int) -> list[fx.Node]:
-    """Return what the backward of a stage runs under every schedule: all but sums over branches."""
+    """Return the nodes that the backward of stage ``index`` runs under every schedule.
+
+    Sums over branches are left out: they run with the backward that comes last.
+    """
     return [n for n in line.stages[index].backward if n not in line.sums]
 
 

@@ -32,7 +32,7 @@ MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class CallFootprint:
-    """What a single call does to memory.
+    """The memory of a single call of a stage's forward or backward.
 
     Attributes:
         peak_bytes: maximum of the bytes held, less those at the start; never negative.
@@ -47,9 +47,9 @@ class CallFootprint:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates decisions exactly.
+    """Computes the exact memory and the predicted seconds of schedules of a step.
 
-    Evaluators of a line share their working memory, also across sizes: they are not thread-safe.
+    Evaluators of a step share their working memory, also across sizes: they are not thread-safe.
 
     Attributes:
         line: the stages.
@@ -57,7 +57,7 @@ class Evaluator:
         options: save options of the stages.
         context_bytes: memory of the step that no block allocates.
         numbers: bytes and seconds at the size in question.
-        room: the arrays that all evaluators of the line work in.
+        room: the arrays that all evaluators of the step work in.
     """
 
     line: Line
@@ -74,20 +74,20 @@ class Evaluator:
         options: Options,
         context_bytes: ContextBytes,
     ) -> Evaluator:
-        """Return the evaluator of a measured line."""
+        """Return an evaluator of schedules of the measured stages."""
         number = numbering(measured.line)
         numbers = SizedNumbers.of(measured, options, number)
         room = arrays_of(measured.line, number, options.rebuilt(), numbers)
         return Evaluator(measured.line, blocks, options, context_bytes, numbers, room)
 
     def within(self, context_bytes: ContextBytes) -> Evaluator:
-        """Return the evaluator of this line for other context bytes."""
+        """Return a copy for other context bytes, which shares the arrays of this evaluator."""
         return replace(self, context_bytes=context_bytes)
 
     def at(self, measured: Measured, context_bytes: ContextBytes) -> Evaluator:
-        """Return the evaluator of this line at another size, where the same decisions are possible.
+        """Return an evaluator of the same step at another size, for the same schedules.
 
-        ``measured`` is the line as measured, or scaled, at that size.
+        ``measured`` has the stages as measured, or scaled, at that size.
         """
         options = self.options.at(measured)
         numbers = SizedNumbers.of(measured, options, self.room.number)
@@ -95,7 +95,7 @@ class Evaluator:
 
     @property
     def arrays(self) -> LineArrays:
-        """The arrays of the line, loaded with this evaluator's size and context."""
+        """The shared arrays, with the bytes and seconds of this evaluator loaded into them."""
         self.room.load(self.numbers)
         now = self.context_bytes
         if self.room.context_key is not now:
@@ -112,20 +112,20 @@ class Evaluator:
         return self.room
 
     def keep_all(self) -> Candidate:
-        """Return the candidate that recomputes nothing."""
+        """Return the evaluated schedule that keeps everything and recomputes nothing."""
         return self.candidate(coded(keep_all(len(self.line.stages))))
 
     def candidate(self, codes: Codes, held: bytes = b"") -> Candidate:
-        """Evaluate a decision.
+        """Evaluate a schedule, and return it with its peak memory and its seconds.
 
         Args:
             codes: the schedule.
-            held: one bit for each node, set if it is held from its first computation on; empty:
-                none is.
+            held: one bit for each node, set if its value is held from its first computation on;
+                empty: none is.
 
         Raises:
-            CostError: the decision runs an operation that was never measured.
-            ScheduleError: the decision reads a value that no operation computes.
+            CostError: the schedule runs an operation that was never measured.
+            ScheduleError: the schedule reads a value that no operation computes.
         """
         arrays = self.arrays
         _calls, _call_s, total_s = arrays.evaluate(codes, arrays.flags(held))
@@ -134,9 +134,10 @@ class Evaluator:
     def climb(
         self, start: Candidate, effort: Effort, *, limit_bytes: int = MOST_BYTES
     ) -> list[Candidate]:
-        """Return the candidates of a local search from ``start``, each faster than the last.
+        """Return the results of a local search from ``start``, each faster than the one before.
 
-        The search ends with the first candidate whose peak exceeds ``limit_bytes``.
+        The search holds ever more of what ``start`` recomputes. It ends with the first candidate
+        whose peak exceeds ``limit_bytes``.
         """
         from fxremat.planner.replay.climb import climb  # noqa: PLC0415
 
@@ -176,7 +177,7 @@ class Evaluator:
     def call_footprint(
         self, stage: int, mode: Mode, asked: Iterable[fx.Node], *, option: int = 0, kept: bool
     ) -> CallFootprint:
-        """Return the footprint of a single call, with nothing else held.
+        """Return the memory that a single call of a stage takes, with nothing else held.
 
         Args:
             stage: the stage of the call.
@@ -196,7 +197,10 @@ class Evaluator:
         return CallFootprint(peak, change, tuple(arrays.nodes[i] for i in inputs[:count].tolist()))
 
     def decision(self, candidate: Candidate) -> Decision:
-        """Return the part of a candidate's decision that is not in its schedule."""
+        """Return a candidate's decision: tensors to recompute, tensors to hold, and offloads.
+
+        Its schedule is not part of that.
+        """
         missing = self.options.missing(self.options.kept_by(decoded(candidate.codes)))
         nodes, order = self.arrays.nodes, self.line.order
         held: dict[int, list[fx.Node]] = {}
@@ -211,7 +215,7 @@ class Evaluator:
         return Decision(numbers(missing), numbers(held), candidate.moves)
 
     def program(self, candidate: Candidate) -> Program:
-        """Return the calls that carry out a candidate."""
+        """Return the calls that carry out ``candidate``, each with the operations that it runs."""
         arrays = self.arrays
         calls, _, _ = arrays.evaluate(candidate.codes, arrays.flags(candidate.held))
         released = self.context_bytes.releases(self.line.joint)
@@ -252,10 +256,12 @@ def program_of(
     released: frozenset[int],
     handed: frozenset[fx.Node] = frozenset(),
 ) -> Program:
-    """Build the calls of the last evaluation of ``arrays``, which are those of ``line``.
+    """Return the sequence of calls, each a block of operations, that ``arrays`` evaluated last.
 
     Args:
-        arrays, line, blocks, codes: what was evaluated.
+        arrays: the arrays of the step after the evaluation.
+        line, blocks: the stages, and their blocks of operations.
+        codes: the schedule that was evaluated.
         calls: the calls, as the evaluation returned them.
         released: storages of tangents that their last reader releases.
         handed: gradients whose memory is released as soon as they are computed.
@@ -302,13 +308,15 @@ def program_of(
 
 
 def _rank(line: Line, node: fx.Node) -> tuple[int, int, int]:
-    """Return a sort key: values that are held throughout first, then stage by stage."""
+    """Return a key that sorts saved values: those held throughout first, then stage by stage."""
     role, order = line.rank(node)
     return (line.stage_of[node] if role < Role.PINNED else -role, role, order)
 
 
 def carried_out(line: Line, blocks: BlockCache, schedule: Schedule, decision: Decision) -> Program:
-    """Return the calls of a decision that was made earlier, without measuring anything.
+    """Return the sequence of calls of a saved schedule and decision, without any measurement.
+
+    Each call is a block of operations.
 
     Raises:
         LookupError: the decision belongs to another line.

@@ -42,7 +42,10 @@ from fxremat.planner.search.evaluator import CallFootprint, Evaluator
 
 
 def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) -> Chain:
-    """Return the chain of ``line``: storages, boundaries, saved sets, and what ``options`` keep."""
+    """Return the stages of ``line`` as the chain for which solvers find schedules.
+
+    The chain has the storages of boundaries, of saved sets, and of what ``options`` keep.
+    """
     table = line.joint.storages
     number = _numbering(line, options)
 
@@ -63,7 +66,7 @@ def build_chain(line: Line, blocks: BlockCache, options: Options | None = None) 
 
 
 def _numbering(line: Line, options: Options | None) -> dict[int, int]:
-    """Return the chain's number of each storage that a stage may keep or pass on."""
+    """Return a number, from 0 on, for each storage that a stage may keep or pass on, by its id."""
     table = line.joint.storages
     given = table.of((*line.joint.given, *line.pinned))
     number: dict[int, int] = {}
@@ -79,7 +82,7 @@ def _numbering(line: Line, options: Options | None) -> dict[int, int]:
 def build_costs(
     measured: Measured, chain: Chain, evaluator: Evaluator, *, options: bool = True
 ) -> Costs:
-    """Return the seconds of each stage, and the bytes of its calls if they ran by themselves.
+    """Return the costs of ``chain`` for solvers: seconds, and bytes as if each call ran by itself.
 
     What is held at the loss point, or from there on, is charged to the backward of the last stage,
     and to the gradients of the other stages as far as it is still held when their backwards begin.
@@ -105,7 +108,7 @@ def build_costs(
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """One stage of ``build_costs``."""
+    """One stage of a chain whose costs are computed."""
 
     measured: Measured
     chain: Chain
@@ -113,7 +116,10 @@ class _Stage:
     index: int
 
     def costs(self, gradient_bytes: int, options: tuple[SaveOption, ...]) -> StageCosts:
-        """Return the costs of the stage, with ``gradient_bytes`` in memory after its backward."""
+        """Return the seconds and bytes of the stage, with ``options`` as its save options.
+
+        ``gradient_bytes`` are in memory after its backward.
+        """
         chain, index = self.chain, self.index
         seconds, saved = self.measured.stages[index], self._nodes.saved
         new_boundary = chain.nbytes({*chain.boundaries[index + 1]} - {*chain.boundaries[index]})
@@ -136,7 +142,10 @@ class _Stage:
         )
 
     def option(self, option: int, kept: tuple[int, ...], recompute_s: float) -> SaveOption:
-        """Return the save option that keeps the storages ``kept``."""
+        """Return save option number ``option``, which keeps ``kept``, with the bytes that it needs.
+
+        ``recompute_s`` are the seconds to recompute the rest.
+        """
         # The first forward keeps what the backward reads of this stage.
         inputs = self._backward_footprint(option).inputs
         read = frozenset(inputs).intersection(n for n in self._nodes.forward if is_tensor(n))
@@ -154,13 +163,17 @@ class _Stage:
 
     @property
     def _passed_on(self) -> frozenset[fx.Node]:
-        """What every first forward returns: the boundary and pinned tensors."""
+        """Tensors that every first forward of the stage returns: its boundary and pinned ones."""
         line, nodes = self.measured.line, self._nodes
         boundary = frozenset(nodes.forward).intersection(boundary_after(line, self.index))
         return boundary.union(nodes.pinned, (n for n in nodes.saved if n in line.pinned))
 
     def _forward_extra(self, asked: Iterable[fx.Node], held_bytes: int) -> int:
-        """Return a first forward's peak beyond its input, pinned tensors and ``held_bytes``."""
+        """Return the bytes that a first forward takes at its peak beyond what it leaves in memory.
+
+        It returns the tensors ``asked``, and leaves ``held_bytes`` besides its input and pinned
+        tensors.
+        """
         line = self.measured.line
         table = line.joint.storages
         pinned = table.total(table.of(self._nodes.pinned) - table.of(line.joint.given))
@@ -212,7 +225,7 @@ def _gradient_bytes(line: Line, context_bytes: ContextBytes) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The problem that generators solve.
+    """A step as generators of schedules see it.
 
     Attributes:
         line: the stages.
@@ -236,7 +249,11 @@ Generator = Callable[[Setting], Iterator[Codes]]
 
 
 def chain_schedules(setting: Setting) -> Iterator[Codes]:
-    """Yield optimal persistent schedules of the line, by rotor."""
+    """Yield optimal persistent schedules of the stages for many budgets, by the solver rotor.
+
+    In a persistent schedule, what is kept stays in memory until the backward of its stage. The
+    first schedule is that of the least budget.
+    """
     # Loading numba takes longer than all else in the package: not at import.
     from fxremat.solvers import store_all  # noqa: PLC0415
     from fxremat.solvers.rotor import RotorTable, least_budget  # noqa: PLC0415
@@ -251,9 +268,9 @@ def chain_schedules(setting: Setting) -> Iterator[Codes]:
 
 
 def solved_by(name: str) -> Generator:
-    """Return the generator of a solver of ``fxremat.solvers.named``.
+    """Return a generator of schedules that calls the solver ``name`` of ``fxremat.solvers.named``.
 
-    The solver is called for ``Effort.budgets`` budgets, evenly spaced from the least that it can
+    It calls the solver for ``Effort.budgets`` budgets, evenly spaced from the least that it can
     meet to that of keeping everything.
     """
 
@@ -276,7 +293,12 @@ def solved_by(name: str) -> Generator:
 
 
 def ceilings(full_bytes: int, least_bytes: int, floor_bytes: int) -> Iterator[int]:
-    """Yield decreasing budgets, so that rounding errors stay small relative to each."""
+    """Yield decreasing budgets, one for each table of a solver, from ``full_bytes`` on.
+
+    They end above ``least_bytes``. A table rounds bytes to a share of its budget. The part of a
+    budget above ``floor_bytes`` is a quarter of that of the one before, so rounding errors stay
+    small relative to each.
+    """
     ceiling = full_bytes
     while ceiling > least_bytes:
         yield ceiling

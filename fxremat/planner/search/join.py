@@ -40,7 +40,7 @@ TRUNK = -1
 
 @dataclass(frozen=True, slots=True)
 class Branching:
-    """One way to see a line as branches and a trunk.
+    """One way to see the stages of a line as branches that join in a trunk.
 
     Attributes:
         stages: stages of the line in the order of the join: branch by branch, then the trunk.
@@ -51,24 +51,27 @@ class Branching:
     ends: tuple[int, ...]
 
     def branch_at(self, place: int) -> int:
-        """Return the branch at a place in ``stages``, or ``TRUNK``."""
+        """Return the index of the branch that ``stages[place]`` belongs to, or ``TRUNK``."""
         branch = bisect_right(self.ends, place)
         return branch if branch < len(self.ends) else TRUNK
 
     @property
     def places(self) -> dict[int, int]:
-        """The place in ``stages`` of each stage of the line."""
+        """The index in :attr:`stages` of each stage of the line."""
         return {stage: place for place, stage in enumerate(self.stages)}
 
     def on_line(self, schedule: Schedule) -> Schedule:
-        """Translate a schedule of the join to a schedule of the line."""
+        """Return ``schedule`` with stage numbers of the line in place of indices in ``stages``."""
         return Schedule(
             tuple(replace(op, stage=self.stages[op.stage]) for op in schedule.computations)
         )
 
 
 def branchings_of(line: Line) -> list[Branching]:
-    """Return all ways to see ``line`` as a join, the outermost branches first."""
+    """Return all ways to see ``line`` as branches that join in a trunk, outermost branches first.
+
+    The list is empty if the line has no branches.
+    """
     branchings = []
     for depth in range(1, line.segments.depth + 1):
         branches = line.segments.branches(depth)
@@ -113,7 +116,10 @@ def build_join(chain: Chain, branching: Branching) -> Join:
 def build_join_costs(
     costs: Costs, line: Line, branching: Branching, context_bytes: ContextBytes
 ) -> JoinCosts:
-    """Return the costs of ``line``'s chain as a join, with the gradients that each branch holds."""
+    """Return ``costs``, those of the stages of ``line`` as a chain, as costs of a join.
+
+    They include the bytes of gradients that each branch holds.
+    """
     gradients = _Gradients.of(line, branching, staying(line, context_bytes))
     stages = [costs.stages[stage] for stage in branching.stages]
     branches: list[tuple[StageCosts, ...]] = []
@@ -144,7 +150,7 @@ def build_join_costs(
 def _released_by_trunk(
     line: Line, branching: Branching, context_bytes: ContextBytes
 ) -> frozenset[int]:
-    """Return the storages of tangents that no branch reads."""
+    """Return the storages of output gradients that the backward frees and no branch reads."""
     table, places, start = line.joint.storages, branching.places, branching.ends[-1]
     return frozenset(
         storage
@@ -157,7 +163,7 @@ def _released_by_trunk(
 
 @dataclass(frozen=True, slots=True)
 class _Gradient:
-    """A storage that the backward allocates.
+    """A storage that the backward allocates. Places are indices in ``Branching.stages``.
 
     Attributes:
         born: the place of the stage whose backward allocates it.
@@ -181,11 +187,12 @@ class _Gradients:
 
     @staticmethod
     def of(line: Line, branching: Branching, stays: frozenset[fx.Node]) -> _Gradients:
-        """Return the gradients of a line, of which ``stays`` are held to the end.
+        """Return the storages that the backward of a line allocates.
 
-        If several branches share a parameter, each branch holds its part of the gradient: when all
-        of them have run there is one gradient, and before that at most one, as long as the
-        backwards of branches run one at a time.
+        Those of the gradients ``stays`` are held to the end of the step. If several branches share
+        a parameter, each branch holds its part of the gradient: when all of them have run there is
+        one gradient, and before that at most one, as long as the backwards of branches run one at a
+        time.
         """
         table, places = line.joint.storages, branching.places
         outside = table.of((*line.joint.given, *line.joint.tangents, *line.joint.forward))
@@ -213,7 +220,11 @@ class _Gradients:
         return _Gradients(tuple(gradients), branching)
 
     def of_branch(self, branch: int, first: int, end: int) -> Sequence[int]:
-        """Return the bytes that a branch holds after its stages from ``first + i`` on, by ``i``."""
+        """Return the bytes of gradients that a branch holds as its backward proceeds.
+
+        The branch has the places from ``first`` to before ``end``. Entry ``i`` is for the moment
+        when the backwards from its last place down to ``first + i`` have run.
+        """
         return [self._held_bytes(branch, level) for level in range(first, end + 1)]
 
     def _held_bytes(self, branch: int, level: int) -> int:
@@ -229,7 +240,7 @@ class _Gradients:
         return total
 
     def left_by_trunk(self) -> int:
-        """Return the bytes that the trunk's backward leaves until the step ends."""
+        """Return the bytes of gradients that the trunk's backward leaves until the step ends."""
         trunk = (g for g in self.gradients if self.branching.branch_at(g.born) == TRUNK)
         return sum(gradient.nbytes for gradient in trunk if gradient.stays)
 
@@ -240,9 +251,9 @@ def _branch_count(stages: Iterable[int], branching: Branching) -> int:
 
 
 def join_schedules(setting: Setting) -> Iterator[Codes]:
-    """Yield schedules of the join solver, from the least budget to the largest useful one.
+    """Yield schedules, as codes, that the solver of joins finds for many budgets.
 
-    Stages have their numbers on the line. Nothing is yielded if the line is not a join. If
+    They have the stage numbers of the line. Nothing is yielded if the line is not a join. If
     ``Effort.join_choices`` are too few to fill a table for all stages, adjacent stages are merged.
     """
     line, effort = setting.line, setting.effort
@@ -261,9 +272,10 @@ def join_schedules(setting: Setting) -> Iterator[Codes]:
 
 
 def equivalent_schedules(setting: Setting) -> Iterator[Codes]:
-    """Yield schedules of the equivalent chain, which merges stages equally far from the trunk.
+    """Yield schedules, as codes, that rotor finds for the equivalent chain of a join.
 
-    Nothing is yielded if the line is not a join.
+    The equivalent chain merges stages equally far from the trunk. Nothing is yielded if the line is
+    not a join.
     """
     line = setting.line
     for branching in branchings_of(line):
@@ -279,7 +291,10 @@ def _join_of(setting: Setting, branching: Branching) -> tuple[Join, JoinCosts]:
 
 
 def _loss_point_bytes(setting: Setting) -> int:
-    """Return the trunk's peak beyond what is held before it, with everything kept."""
+    """Return the bytes that the trunk adds at its peak to what the branches hold.
+
+    Everything is kept, and the peak includes the loss.
+    """
     start, kept = setting.line.branch_ends[-1], setting.kept
     held_bytes, peaks = setting.context_bytes.given_bytes, [kept.loss_point_bytes]
     for op, peak, held in zip(kept.ops, kept.peaks_bytes, kept.held_bytes, strict=True):
@@ -292,7 +307,7 @@ def _loss_point_bytes(setting: Setting) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _CodeWriter:
-    """Writes the codes of schedules whose operations translate to the line one by one."""
+    """Translates operations of a join's schedule to codes of the line, each operation once."""
 
     on_line: Callable[[Schedule], Schedule]
     cache: dict[Compute, list[int]] = field(default_factory=dict)
@@ -315,7 +330,10 @@ def _solve_join(
     *,
     refine: Callable[[Schedule], Schedule] = lambda schedule: schedule,
 ) -> Iterator[Codes]:
-    """Yield schedules of ``join`` on the line; ``refine`` turns them into ones of the branching."""
+    """Yield schedules of ``join`` for many budgets, as codes with the stage numbers of the line.
+
+    ``refine`` turns a schedule of ``join`` into one of the stages of ``branching``.
+    """
     from fxremat.solvers.join import JoinPlans, least_budget  # noqa: PLC0415
     from fxremat.solvers.join.coarse import coarsen  # noqa: PLC0415
     from fxremat.solvers.join.numbers import kept_bytes  # noqa: PLC0415
@@ -334,7 +352,10 @@ def _solve_join(
 
 
 def _slots(join: Join, effort: Effort) -> int:
-    """Return how many slots the table has memory and time for."""
+    """Return the number of slots (units of memory) that a solver's table can have.
+
+    It is limited by the table's size in bytes and by the work to fill it.
+    """
     from fxremat.solvers.join.coarse import work_of  # noqa: PLC0415
     from fxremat.solvers.join.numbers import state_count  # noqa: PLC0415
 
@@ -362,10 +383,11 @@ def _solve_equivalent(join: Join, costs: JoinCosts, slots: int) -> Iterator[Sequ
 
 
 def _in_orders(line: Line, schedules: Iterable[Codes]) -> Iterator[Codes]:
-    """Yield each schedule with branches run forward in graph order, and also unchanged if allowed.
+    """Yield each schedule with the forwards of branches in graph order, and also as it is.
 
     Branches are independent of each other, so until the backward begins their forwards may run in
-    any order that keeps the order within each branch. The same storages are held at the loss point.
+    any order that keeps the order within each branch. A schedule is yielded as it is only if the
+    line allows any order. The same storages are held at the loss point.
     """
     free = any_order(line)
     segment = np.array([line.segments.at(stage) for stage in range(len(line.stages))])
@@ -376,9 +398,10 @@ def _in_orders(line: Line, schedules: Iterable[Codes]) -> Iterator[Codes]:
 
 
 def in_graph_order(segment: Codes, codes: Codes) -> Codes:
-    """Return a schedule whose segments run forward one after the other, in the order of the line.
+    """Return a schedule whose forwards before the first backward run in the order of the line.
 
-    ``segment`` is the segment of each stage.
+    ``segment`` has, for each stage, the number of its branch, or of the trunk. These run one after
+    the other.
     """
     loss_point = int(np.argmax(codes % KINDS == BACKWARD))
     order = np.argsort(segment[codes[:loss_point] // KINDS], kind="stable")

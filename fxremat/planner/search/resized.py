@@ -32,7 +32,7 @@ def search_at(
     budget_bytes: int | None,
     apart: bool = False,
 ) -> Search:
-    """Return ``search`` at another size, or in another context.
+    """Return a search with the schedules of ``search``, evaluated at another size or context.
 
     Args:
         search: the search at the size of the capture.
@@ -98,7 +98,7 @@ def search_at(
 def _pools(
     search: Search, evaluator: Evaluator, most_bytes: int, *, evaluates_all: bool
 ) -> tuple[Pool, Pool]:
-    """Return the pool of cached decisions of ``search``, and that pool after local search.
+    """Return the pool of ``search``, evaluated again, and the pool after a further local search.
 
     Local search starts from the fastest that fit in ``most_bytes``, unless everything kept fits.
     """
@@ -120,9 +120,10 @@ def _pools(
 
 
 def least_bytes_at(search: Search, measured: Measured, context_bytes: ContextBytes) -> int:
-    """Return the lowest peak of the cached candidates at another size, by exact sizes of requests.
+    """Return the lowest peak, in bytes, of the schedules of ``search`` at another size.
 
-    ``measured`` is ``search.measured.at(costs)`` of that size.
+    Peaks are sums of the bytes requested; an allocator may round them up. ``measured`` is
+    ``search.measured.at(costs)`` of that size.
     """
     evaluator = search.evaluator.at(measured, context_bytes)
     members = _EvaluatedMembers(evaluator, search.pool.members, search.effort)
@@ -133,7 +134,10 @@ def least_bytes_at(search: Search, measured: Measured, context_bytes: ContextByt
 
 
 def _spare(evaluator: Evaluator, search: Search, most: int) -> list[Candidate]:
-    """Evaluate the lowest members, and ``most`` others, of each pool of another context."""
+    """Evaluate schedules from pools of other contexts, and return them.
+
+    They are, of each pool in ``search.spare``, those with the lowest peaks, and ``most`` others.
+    """
     candidates: list[Candidate] = []
     for pool in search.spare:
         chosen = dict.fromkeys((*pool.members[: search.effort.lowest], *pool.thinned(most)))
@@ -157,7 +161,7 @@ class _EvaluatedMembers:
         return self.evaluated[index]
 
     def evaluate_near(self, budget_bytes: int) -> None:
-        """Evaluate the members that can matter within a budget."""
+        """Evaluate members with peaks near ``budget_bytes``, the lowest ones, and a few others."""
         last, spread, near = len(self.members) - 1, self.effort.spread, self.effort.near_budget
         self._evaluate(range(self.effort.lowest))
         self._evaluate(last * i // max(spread - 1, 1) for i in range(spread))

@@ -41,32 +41,32 @@ GENERATORS_BY_NAME: Mapping[str, Generator] = {
 
 
 def generators_of(names: Iterable[str]) -> tuple[Generator, ...]:
-    """Return generators by their names."""
+    """Return the generators of schedules of the solvers with these names."""
     return tuple(GENERATORS_BY_NAME[name] for name in names)
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """All candidate schedules of one joint graph.
+    """All candidate schedules of one joint graph, from which one is chosen for a budget.
 
-    The schedules of each generator are evaluated exactly, and local search starts from the same of
-    them as if there were no other generator. So an additional generator never makes the step
-    slower. Local search does not depend on the budget, so a larger budget never makes the step
+    The schedules of each generator are evaluated exactly, and local search starts from those that
+    it would start from if there were no other generator. So an additional generator never makes the
+    step slower. Local search does not depend on the budget, so a larger budget never makes the step
     slower either.
 
-    If the device's allocator hands out more than is requested, the budget limits that. Replaying
-    the requests of a schedule takes as long as emitting it, so it is done when a schedule is
-    chosen: from the fastest one down until one fits.
+    If the device's allocator hands out more than is requested, the budget limits what it hands out.
+    Replaying the requests of a schedule takes as long as emitting it, so it is done when a schedule
+    is chosen: from the fastest one down until one fits.
 
     Attributes:
         measured: the costs of the step.
         setting: the problem that generators solve.
-        evaluator: the evaluator of the line.
+        evaluator: evaluates schedules of the step.
         relaxation: makes the lower bound on seconds; ``None`` if there is none.
         solved: the best of the generators' schedules.
         pool: the best of these and of the results of local search.
         alone: for each generator, the pool that it would have without the others.
-        allocations: allocator peaks of candidates.
+        allocations: peaks of candidates as the allocator counts them.
         effort: numbers that steer this search, and those that start from it.
         spare: pools of other contexts, the latest first.
     """
@@ -95,11 +95,11 @@ class Search:
         budget_on: Counted = "allocated",
         known: Search | None = None,
     ) -> Search:
-        """Search the schedules of a measured line.
+        """Generate and evaluate schedules of a measured step, and return the search that has them.
 
         Args:
-            measured: the line and its costs.
-            blocks: blocks of the line.
+            measured: the stages and their costs.
+            blocks: blocks of operations of the stages.
             context_bytes: memory of the step that no block allocates.
             progress: called as the search advances.
             effort: numbers that steer the search.
@@ -147,17 +147,20 @@ class Search:
         )
 
     def knowing(self, other: Search) -> Search:
-        """Return this search with the candidates of a search of the step in another context."""
+        """Return a copy that also has the candidates of ``other``, a search in another context.
+
+        They are kept in :attr:`spare`.
+        """
         return replace(self, spare=(other.pool, *self.spare)[: self.effort.spare_pools])
 
     @property
     def chain(self) -> Chain:
-        """The chain that solvers work on."""
+        """The chain of stages and storages that solvers find schedules for."""
         return self.setting.chain
 
     @property
     def costs(self) -> Costs:
-        """The costs that solvers work on."""
+        """The seconds and bytes of each stage of the chain that solvers find schedules for."""
         return self.setting.costs
 
     @property
@@ -167,7 +170,7 @@ class Search:
 
     @property
     def immovable(self) -> frozenset[int]:
-        """Storages that cannot travel to the host.
+        """Ids of the storages that cannot be offloaded to host memory.
 
         They are those that are held elsewhere, those on another device, and those that a copy would
         lay out otherwise than they were traced.
@@ -182,16 +185,16 @@ class Search:
         return fixed | table.of(elsewhere) | self.measured.displaced
 
     def allocated(self, candidate: Candidate) -> Allocated:
-        """Return the allocator peaks of a candidate."""
+        """Return the peaks of allocated and of reserved bytes of a candidate."""
         return self.allocations.of(candidate, lambda: self.evaluator.program(candidate))
 
     def counted_bytes(self, candidate: Candidate) -> int:
-        """Return the peak of a candidate that the budget limits."""
+        """Return the peak of a candidate that the budget limits: allocated or reserved bytes."""
         return self.allocated(candidate).counted_bytes(self.allocations.budget_on)
 
     @property
     def least(self) -> Candidate:
-        """The candidate with the lowest peak, and the fastest of those."""
+        """The candidate with the lowest peak; of several, the fastest."""
         first, *others = self.pool.members
         best, least_bytes = first, self.counted_bytes(first)
         for candidate in others:
@@ -203,22 +206,22 @@ class Search:
 
     @property
     def least_bytes(self) -> int:
-        """The least feasible budget."""
+        """The least budget, in bytes, that any candidate fits in."""
         return self.counted_bytes(self.least)
 
     def fits(self, budget_bytes: int) -> bool:
-        """Return whether a candidate fits in a budget."""
+        """Return whether any candidate has a peak of at most ``budget_bytes``."""
         return any(True for _ in self._fitting(self.pool, budget_bytes))
 
     def fastest_within(self, budget_bytes: int) -> Candidate:
-        """Return the fastest candidate that fits, or the baseline if that fits.
+        """Return the fastest candidate within a budget, but the baseline if that fits.
 
         Requires: the budget is at least ``least_bytes``.
         """
         return next(self._fitting(self.pool, budget_bytes))
 
     def _fitting(self, pool: Pool, budget_bytes: int) -> Iterator[Candidate]:
-        """Yield the members that fit, the fastest first, but the baseline before all others."""
+        """Yield the members of ``pool`` within a budget: the baseline, then the fastest first."""
         for candidate in reversed(pool.members):
             if candidate.peak_bytes > budget_bytes:  # the allocator never hands out less
                 continue
@@ -226,11 +229,10 @@ class Search:
                 yield candidate
 
     def points(self, better: Sequence[tuple[int, float]] = ()) -> list[tuple[int, float]]:
-        """Return peak and seconds of candidates, one of which is the fastest within any budget.
+        """Return ``(peak bytes, seconds)`` of candidates, including the fastest for any budget.
 
-        If peaks must be replayed, only ``Effort.frontier_points`` of them are returned, evenly
-        spaced. Candidates
-        that one of the points ``better`` beats in both are left out.
+        If the allocator must be simulated, only ``Effort.frontier_points`` of them are returned,
+        evenly spaced. Candidates that one of the points ``better`` beats in both are left out.
         """
         chosen = self.pool.members
         if self.allocations.settings is not None:
@@ -244,16 +246,17 @@ class Search:
         return [(self.counted_bytes(c), c.total_s) for c in left]
 
     def gained_s(self, budget_bytes: int) -> float:
-        """Return the seconds by which local search beats the solvers within a budget.
+        """Return the seconds of a step that local search saves within a budget.
 
-        The result is 0 if the solvers have no schedule within it.
+        They are the difference between the fastest schedule of the solvers and the fastest
+        candidate; 0 if the solvers have no schedule within the budget.
         """
         solved = next(self._fitting(self.solved, budget_bytes), None)
         chosen = self.fastest_within(budget_bytes)
         return solved.total_s - chosen.total_s if solved else 0.0
 
     def bound(self, budget_bytes: int) -> Callable[[], float]:
-        """Return a function that computes a lower bound on seconds within a budget.
+        """Return a function that computes a lower bound on the seconds of a step within a budget.
 
         No schedule of these stages takes less. The function holds no references to candidates.
         """
@@ -267,9 +270,13 @@ def _bound_s(
     forced_s: float,
     budget_bytes: int,
 ) -> float:
-    """Return a lower bound of a step's seconds.
+    """Return a lower bound on the seconds of a step within a budget.
 
-    The baseline spends ``forced_s`` on recomputation, as every schedule does.
+    Args:
+        relaxation: makes the linear programs; ``None``: the bound is ``baseline_s``.
+        baseline_s: seconds of the step with everything kept.
+        forced_s: those of them that are spent on recomputation, as by every schedule.
+        budget_bytes: the budget.
     """
     least_s = relaxation().least_s(budget_bytes) if relaxation else 0.0
     return baseline_s + max(0.0, least_s - forced_s)
@@ -277,7 +284,7 @@ def _bound_s(
 
 @dataclass(frozen=True, slots=True)
 class _Climbs:
-    """Evaluates each schedule once, and starts local search from each candidate at most once."""
+    """Evaluates schedules and runs local searches, each only once."""
 
     evaluator: Evaluator
     baseline: Candidate
@@ -286,7 +293,7 @@ class _Climbs:
     climbed: dict[Candidate, list[Candidate]] = field(default_factory=dict)
 
     def candidates(self, generator: Generator, setting: Setting) -> list[Candidate]:
-        """Return the distinct candidates of a generator."""
+        """Return the distinct schedules of a generator, evaluated."""
         candidates: dict[Candidate, None] = {}
         for codes in generator(setting):
             key = codes.tobytes()
@@ -296,7 +303,7 @@ class _Climbs:
         return list(candidates)
 
     def pool(self, solved: Sequence[Candidate]) -> Pool:
-        """Return the pool of ``solved`` and the results of local search from some of them."""
+        """Return the pool of ``solved`` and of what local search from some of its members finds."""
         best = Pool.of(self.baseline, solved)
         candidates = list(best.members)
         for start in best.starts(self.effort.starts, self.effort.closer_starts):

@@ -33,11 +33,11 @@ from fxremat.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Host memory that tensors may travel to.
+    """Host memory that tensors may be offloaded to, and which tensors may be.
 
     Attributes:
-        only: nothing is recomputed; only transfers make room.
-        conv: only inputs of convolutions and poolings travel.
+        only: nothing is recomputed; only offloads make room.
+        conv: only inputs of convolutions and poolings are offloaded.
         limit_bytes: the most that may be used; ``None``: no limit.
         folder: folder of the file that stands for host memory on a CPU; ``None``: the system's
             folder for temporary files.
@@ -57,20 +57,20 @@ class HostMemory:
         object.__setattr__(self, "limit", HostLimit(self.limit_bytes))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Give a copy a limit that it does not share with the original."""
+        """Return how to copy or pickle the object: a copy has a ``limit`` of its own."""
         return HostMemory, (self.only, self.conv, self.limit_bytes, self.folder, self.link)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Candidates of a search, and the storages of each that could travel.
+    """Candidate schedules of a search, and the storages of each that could be offloaded.
 
     Attributes:
         search: the search.
         host: the host memory.
         link: its speed, measured with the kind of memory that will be used.
-        immovable: storages that cannot travel.
-        movable: the storages of each candidate that could travel.
+        immovable: ids of storages that cannot be offloaded.
+        movable: the storages of each candidate that could be offloaded.
         candidates: the candidates of the search that ``host`` allows.
         previous: candidates that were chosen for other context bytes.
     """
@@ -88,7 +88,9 @@ class Transfers:
 
     @staticmethod
     def of(search: Search, host: HostMemory, link: MeasuredLink | None = None) -> Transfers:
-        """Return the transfers of a search; the speed of the link is measured if it is ``None``.
+        """Return the candidates of a search with the storages that could be offloaded.
+
+        The speed of the link is measured if it is given neither as ``link`` nor in ``host``.
 
         Raises:
             HostMemoryError: there is no host memory to measure with.
@@ -116,7 +118,7 @@ class Transfers:
 
     @property
     def least_bytes(self) -> int:
-        """The least feasible budget."""
+        """The least budget, in bytes, that offloads and recomputation can meet."""
         return self._least()[0]
 
     @property
@@ -129,7 +131,10 @@ class Transfers:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def knowing(self, found: Iterable[Candidate]) -> Transfers:
-        """Return these transfers with candidates that were chosen for other context bytes."""
+        """Return a copy that also considers ``found``, candidates chosen for other context bytes.
+
+        They are evaluated again. Those that exceed the limit on host memory are left out.
+        """
         evaluator, limit = self.search.evaluator, self._host_limit_bytes
         previous = []
         for other in found:
@@ -139,7 +144,10 @@ class Transfers:
         return replace(self, previous=tuple(sorted(previous, key=lambda c: c.total_s)))
 
     def graded(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-        """Yield each candidate without transfers, and with ever more of its storages offloaded."""
+        """Yield each candidate without offloads, then with more and more of its storages offloaded.
+
+        If some storages are offloaded in any case, there is no candidate without.
+        """
         grades = self.search.effort.grades
         for candidate in candidates:
             base = self._movable(candidate)
@@ -160,7 +168,10 @@ class Transfers:
         moves: tuple[Move, ...],
         total_s: float | None = None,
     ) -> Candidate:
-        """Return ``candidate`` with transfers; ``total_s`` are its seconds, if they are known."""
+        """Return ``candidate`` with the offloads ``moves``, and with its new peak and seconds.
+
+        ``base`` is its evaluation without offloads. ``total_s`` are its seconds, if they are known.
+        """
         if total_s is None:
             total_s = makespan_s(base.evaluation, self._line, moves, self.link)
         peak_bytes = moved(base.evaluation, moves).peak_bytes
@@ -172,7 +183,7 @@ class Transfers:
         return Movable.of(evaluation, self.immovable, small_share, self._line.offloaded)
 
     def _least(self) -> tuple[int, Candidate]:
-        """Return the least feasible budget, and a candidate that meets it."""
+        """Return the least feasible budget in bytes, and a candidate that meets it."""
         if not self._least_cache:
             self._least_cache.append(self._find_least())
         return self._least_cache[0]
@@ -212,7 +223,7 @@ class Transfers:
         return least
 
     def describe_least(self) -> str:
-        """Describe what the least feasible budget is needed for."""
+        """Return a phrase for an error message: what the least feasible budget is needed for."""
         limited = self._describe_limit()
         if limited is not None:
             return limited
@@ -221,7 +232,10 @@ class Transfers:
         return "storages that cannot be moved, since neighboring operations read them or hold them"
 
     def _describe_limit(self) -> str | None:
-        """Describe how much host memory would lower the least budget, if the limit prevents it."""
+        """Return a phrase for an error message: how much host memory would lower the least budget.
+
+        The result is ``None`` if the limit on host memory does not matter.
+        """
         limit = self._host_limit_bytes
         if limit is None:
             return None
@@ -237,7 +251,7 @@ class Transfers:
         )
 
     def fastest_within(self, budget_bytes: int) -> Candidate:
-        """Return the fastest candidate that fits.
+        """Return the fastest candidate, with the offloads that it needs, within a budget.
 
         Requires: the budget is at least ``least_bytes``.
         """
@@ -259,11 +273,11 @@ class Transfers:
     def _moved(
         self, base: Movable, candidate: Candidate, budget_bytes: int, best: Candidate | None = None
     ) -> Candidate | None:
-        """Return a candidate with the required transfers; ``None`` if ``best`` is as fast.
+        """Return ``candidate`` with the offloads that it needs to fit in a budget.
 
-        ``None`` is also returned if no transfers fit. They are derived from sums of bytes. If the
-        allocator hands out more, they are derived again for a budget that is lower by the
-        difference.
+        The result is ``None`` if none suffice, or if it is not faster than ``best``. Offloads are
+        derived from sums of bytes. If the allocator hands out more, they are derived again for a
+        budget that is lower by the difference.
         """
         aim_bytes = budget_bytes
         for _ in range(self.search.effort.send_rounds):
@@ -281,9 +295,11 @@ class Transfers:
         return None
 
     def _climbed(self, budget_bytes: int) -> Iterator[Candidate]:
-        """Yield the fastest candidate of each climb, until transfers take longer than they save.
+        """Yield the fastest candidate of each local search, with offloads, within a budget.
 
-        No climb depends on other candidates, so that more candidates never make a step slower.
+        Each search starts from a schedule that holds more than the last one's; they end when
+        transfers take longer than they save. No search depends on other candidates, so that more
+        candidates never make a step slower.
         """
         if self.host.only:
             return
@@ -322,12 +338,12 @@ class Transfers:
         return best
 
     def _cached_within(self, budget_bytes: int) -> Candidate | None:
-        """Return the fastest candidate chosen for other context bytes that fits."""
+        """Return the fastest candidate of :attr:`previous` within a budget, or ``None``."""
         fitting = (c for c in self.previous if self.search.counted_bytes(c) <= budget_bytes)
         return next(fitting, None)
 
     def _without_moves(self, budget_bytes: int) -> Candidate | None:
-        """Return the fastest candidate that fits without transfers, whether or not it is a base."""
+        """Return the fastest candidate that fits without offloads, or ``None`` if none does."""
         if self.host.only or self._line.offloaded or budget_bytes < self.search.least_bytes:
             return None
         return self.search.fastest_within(budget_bytes)
@@ -338,9 +354,9 @@ class Transfers:
 
 
 def relieved_schedules(setting: Setting, budget_bytes: int) -> Iterator[Codes]:
-    """Yield optimal schedules that may hold more than the budget at the loss point.
+    """Yield optimal schedules that may hold more than the budget between forward and backward.
 
-    A growing share of the bytes kept there is assumed to be on the host: see
+    A growing share of the bytes kept at that point is assumed to be on the host: see
     ``RotorTable.relieved``.
     """
     # Loading numba takes longer than all else in the package: not at import.
