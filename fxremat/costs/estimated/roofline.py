@@ -155,7 +155,7 @@ PRODUCTS: frozenset[object] = frozenset((aten.mm.default, aten.addmm.default, at
 
 
 def aside_bytes(joint: JointGraph) -> int:
-    """Return the bytes to set aside for workspaces.
+    """Return the bytes to set aside for workspaces throughout a step, since a trace has none.
 
     These are the bytes that the largest operation with a workspace reads and makes. In the tests'
     zoo on a CPU all operations need less, except for convolutions of a few kilobytes.

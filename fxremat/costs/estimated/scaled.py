@@ -285,7 +285,7 @@ def with_workspaces(
 
 
 class _SingleOperations:
-    """Runs operations of a line by themselves, with made-up values."""
+    """Runs operations of a line by themselves, with made-up values, to measure their workspaces."""
 
     def __init__(self, line: Line, cache: CostCache) -> None:
         device = line.joint.device

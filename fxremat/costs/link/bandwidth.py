@@ -135,7 +135,7 @@ def _measure(device: torch.device, folder: str, piece_bytes: int, pieces: int) -
 
 
 class _Bench:
-    """Measures moving pieces of device memory, and computing with and without transfers."""
+    """Times transfers of pieces of device memory, and computations with and without transfers."""
 
     def __init__(self, device: torch.device, folder: str, piece_bytes: int, pieces: int) -> None:
         self.nbytes = pieces * piece_bytes

@@ -40,7 +40,7 @@ class Measured:
 
     @staticmethod
     def of(line: Line, costs: RecordedCosts) -> Measured:
-        """Combine ``line`` with its measured costs.
+        """Return ``line`` with its measured costs, which give its storages their actual sizes.
 
         Raises:
             CostError: ``costs`` belong to another graph.

@@ -113,14 +113,14 @@ class HeldBytes:
         self._holders: dict[int, tuple[int, int]] = {}  # by key: how many hold it, and its bytes
 
     def add(self, value: object) -> None:
-        """Count the storages of a value."""
+        """Count the storages of ``value``, a tensor or several, as held once more."""
         for key, nbytes in self._counted(value):
             holders, counted_bytes = self._holders.get(key, (0, nbytes))
             self._holders[key] = holders + 1, counted_bytes
             self.nbytes += 0 if holders else nbytes
 
     def drop(self, value: object) -> None:
-        """Stop counting the storages of a value that was added."""
+        """Count the storages of ``value``, which was added, as held once less."""
         for key, _ in self._counted(value):
             holders, counted_bytes = self._holders.pop(key, (1, 0))
             if holders > 1:

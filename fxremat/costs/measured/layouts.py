@@ -41,10 +41,10 @@ class KernelLayouts:
     def left(
         self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Sequence[Layout] | None:
-        """Return the layouts that a kernel gives its results; ``None`` if its fake kernel has them.
+        """Return the layouts that a kernel gives its results.
 
-        Also returns ``None`` if the kernel cannot be run. This function is a
-        :data:`fxremat.passes.joint.layouts.Left`.
+        Returns ``None`` if they are those of its fake kernel, or if the kernel cannot be run. This
+        function is a :data:`fxremat.passes.joint.layouts.Left`.
 
         Ensures:
             The random generators are as before.

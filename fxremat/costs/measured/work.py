@@ -63,7 +63,7 @@ class Work:
 
 
 def ratio(now: Floats, before: Floats) -> Floats:
-    """Return ``now / before``, with 1 where ``before`` is 0."""
+    """Return ``now / before`` for each element, with 1 where ``before`` is 0."""
     return np.divide(now, before, out=np.ones_like(now), where=before > 0)
 
 
@@ -126,7 +126,7 @@ class Works:
         return self._kind_of_key[key]
 
     def _describe(self, kind: int, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
-        """Record the tensors of a new kind of operation, and the formula of its multiply-adds."""
+        """Record the bytes and the formula of the multiply-adds of a new kind of operation."""
         if isinstance(target, Parts):
             for inner in target.whole:
                 self._describe(kind, inner, inner.target, inner.args)
