@@ -283,7 +283,7 @@ class Arena:
         return Block(file_memory(self.nbytes, folder=self._folder))
 
     def _forget(self) -> None:
-        """Give up, in a forked child, the blocks of the parent, and its lock, which may be held."""
+        """Drop, in a forked child, the blocks of the parent, and its lock, which may be held."""
         self._forked = True
         for block in self._limit.blocks:
             block.disown()
@@ -319,7 +319,7 @@ def _close_all() -> None:
 
 
 def _forget_all() -> None:
-    """Let all arenas give up, in a forked child, the host memory of the parent."""
+    """Make all arenas drop, in a forked child, the host memory of the parent."""
     for arena in list(_arenas.values()):
         arena._forget()
 

@@ -253,13 +253,13 @@ class Gradients:
         return True
 
     def _check(self) -> None:
-        """Check at the end of the backward that nothing else was added to what was handed over.
+        """Check at the end of the backward that leaves with an early gradient got no other one.
 
         Autograd's thread may hold this object for longer than ``backward()`` takes, so it keeps no
         gradient.
 
         Raises:
-            BackwardError: something was added after the leaf's hooks had run.
+            BackwardError: another one was added after the leaf's hooks had run.
         """
         if self._hooked:
             _unhook(self._hooked)

@@ -164,7 +164,7 @@ class Watcher:
 
     @property
     def is_on(self) -> bool:
-        """Whether a step is watched."""
+        """Whether the allocations of a step are being logged."""
         return self._log is not None
 
     def is_watching(self, step: object) -> bool:

@@ -209,7 +209,10 @@ class StreamLease(Lease):
 
     @staticmethod
     def _drop(copy: _Copy, process: int) -> None:
-        """Wait for ``copy``, whose source was freed without a release."""
+        """Let the next user of the device memory wait for ``copy``, as there was no release.
+
+        ``process`` is the id of the process that started the copy; others do nothing.
+        """
         if process == os.getpid():  # CUDA does not work in a forked child
             copy.wait_until_copied()
 
