@@ -124,7 +124,7 @@ class AllocationLog:
         return self._thread is threading.current_thread() and current_backward() < 0
 
     def mark(self, name: str) -> None:
-        """Name the events that follow, in the log's thread or in a backward that it started."""
+        """Set the mark of the events that follow, in the log's thread or in its backwards."""
         active: Any = torch._C._autograd._profiler_type
         if active() != torch._C._profiler.ActiveProfilerType.LEGACY:
             return

@@ -41,7 +41,7 @@ def before_each_backward(outputs: object, call: Callable[[], None]) -> bool:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call ``call`` after the running backward has ended, which raises the errors of ``call``."""
+    """Call ``call`` when the running backward ends; ``backward()`` raises its errors."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
 

@@ -32,7 +32,7 @@ _REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", 
 
 @functools.cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions of operations, except those that must stay whole."""
+    """Return Inductor's decompositions by operation, except for operations that must stay whole."""
     from torch._inductor import config  # noqa: PLC0415
     from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
 

@@ -85,7 +85,7 @@ class SharedStore:
         return int(self._store.add(name, more))
 
     def drop(self, name: str) -> None:
-        """Delete an entry that no process needs any more."""
+        """Delete the entry ``name``, which no process needs any more."""
         try:
             self._store.delete_key(name)
         except RuntimeError:  # a store that cannot delete
