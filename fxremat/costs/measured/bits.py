@@ -170,7 +170,7 @@ def _uses_other_formula(
 def _made_up(
     parts: Parts, place: int, tensor: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return made-up values, laid out as ``tensor``: of ``fill``, or integers.
+    """Return made-up values, laid out as ``tensor``: those of ``fill``, or integers.
 
     Integers are 0 where they are indices.
 

@@ -16,7 +16,7 @@ from fxremat.passes.stages.block import Key
 
 @dataclass(slots=True)
 class CostCache:
-    """Measurements by signature, so that nothing is measured twice.
+    """Measured bytes, seconds and results by key, so that nothing is measured twice.
 
     One cache serves all models of a process, so plans of one model for several budgets are based on
     the same figures. It is valid for one combination of the settings that affect the choice of

@@ -49,7 +49,7 @@ def _filled(value: Any, numbers: list[int]) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """The work of the nodes of a graph at one size.
+    """Bytes and multiply-adds of the nodes of a graph at one size.
 
     Attributes:
         nbytes: bytes of the tensors that each node reads and makes, by index.
@@ -68,7 +68,7 @@ def ratio(now: Floats, before: Floats) -> Floats:
 
 
 class Works:
-    """The work of each node of a graph at any size.
+    """Computes bytes and multiply-adds of each node of a graph at any size.
 
     Nodes of one kind call the same operation for the same layouts, and share their formulas.
 
