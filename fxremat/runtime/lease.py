@@ -142,7 +142,7 @@ class Lease(abc.ABC):
 
     @abc.abstractmethod
     def abandon(self, copy: Any) -> None:
-        """Let the next user of a prefetch's device memory wait for it, as nobody else has."""
+        """Let the next user of a prefetch's device memory wait for ``copy``, as nobody did."""
 
 
 class Arrival:
