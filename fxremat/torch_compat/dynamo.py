@@ -195,7 +195,7 @@ def captured_separately(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def seen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``function``; Dynamo captures it even for a file of torch."""
+    """Return a function that calls ``function``, which Dynamo captures even in a file of torch."""
 
     def captured(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
