@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[F], F]:
-    """Return ``numba.njit(...)``, without its cache where no folder is writable.
+    """Return the decorator ``numba.njit(...)``, without its cache where no folder is writable.
 
     That is so, for example, where the package is installed read-only and the user has no home.
     """

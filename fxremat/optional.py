@@ -20,10 +20,9 @@ _CONSEQUENCES = {
 
 @functools.cache
 def find(module: str) -> ModuleType | None:
-    """Import a module of an optional package.
+    """Import and return a module of an optional package; ``None`` where it cannot be imported.
 
-    Returns:
-        The module, or ``None`` where it cannot be imported. That is logged once per package.
+    A failure is logged once per package.
     """
     try:
         return importlib.import_module(module)

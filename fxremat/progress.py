@@ -34,7 +34,7 @@ class Progress(Protocol):
     """A callback that is notified of progress. A new phase name ends the previous phase."""
 
     def __call__(self, what: str, done: int = 0, total: int = 0, /) -> None:
-        """Show the progress of a phase.
+        """Show how far a phase is.
 
         Args:
             what: name of the phase.
@@ -44,7 +44,7 @@ class Progress(Protocol):
 
 
 def silent(_what: str, _done: int = 0, _total: int = 0, /) -> None:
-    """Show nothing. Plans that are made inside a training step use it."""
+    """Show nothing: a :class:`Progress` for plans that are made inside a training step."""
 
 
 Note = Callable[[int], object]
@@ -52,11 +52,11 @@ Note = Callable[[int], object]
 
 
 def unnoted(_nbytes: int) -> None:
-    """Discard a number of bytes, where measuring is not part of a training step."""
+    """Ignore a number of bytes: a :data:`Note` for measuring outside of a training step."""
 
 
 def wanted() -> bool:
-    """Return whether progress is shown at all; ``FXREMAT_PROGRESS=0`` turns it off."""
+    """Return whether progress is to be shown at all; ``FXREMAT_PROGRESS=0`` turns it off."""
     return os.environ.get("FXREMAT_PROGRESS") != "0"
 
 
@@ -67,9 +67,10 @@ def on_terminal() -> bool:
 
 @contextlib.contextmanager
 def shown(*, here: bool = True) -> Iterator[Progress]:
-    """Show phases as rich's bars on a terminal, else as records of the logger ``"fxremat"``.
+    """Yield a callback that shows phases as bars on a terminal, else as records of the logger.
 
-    A phase that fails gets no line: its error says what failed.
+    The bars are rich's, the logger is ``"fxremat"``. A phase that fails gets no line: its error
+    says what failed.
 
     Args:
         here: whether this process shows progress; pass ``False`` where another process does.
@@ -172,7 +173,7 @@ class _Bar(_Logged):
 
 
 def _row(what: str, done: int, total: int) -> RenderableType:
-    """Return the table row that shows a running phase."""
+    """Return the line of the terminal that shows a running phase: its name, a bar, and a count."""
     from rich.progress_bar import ProgressBar  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -205,7 +206,7 @@ class _Phases:
         self._line.show(*self._now)
 
     def end(self) -> None:
-        """Report the phase that has ended, if there is one."""
+        """Show how long the running phase took, which has ended, and compiling in it."""
         if self._now is None:
             return
         seconds = time.perf_counter() - self._begun_s
@@ -215,12 +216,12 @@ class _Phases:
         self._now, self._compiled_s = None, 0.0
 
     def close(self) -> None:
-        """Stop listening to numba and release the line."""
+        """Stop listening to numba, and stop showing the running phase."""
         self._listening.close()
         self._line.close()
 
     def _listen(self) -> None:
-        """Register for numba's compile events. Importing numba here costs nothing extra."""
+        """Have numba call :meth:`compiling`. Importing numba here costs nothing extra."""
         self._listening.close()
         from numba.core import event  # noqa: PLC0415
 
@@ -236,7 +237,10 @@ class _Phases:
         self._listening.enter_context(event.install_listener("numba:compile", Listener()))
 
     def compiling(self, event: Any, more: int) -> None:
-        """Note that numba begins to compile a loop (``more`` is 1) or has compiled it (-1)."""
+        """Count the time in which numba compiles a loop of this package.
+
+        ``more`` is 1 when it begins to compile a loop, and -1 when it has compiled it.
+        """
         module = event.data["dispatcher"].py_func.__module__
         if self._now is None or not module.startswith("fxremat."):
             return

@@ -37,7 +37,10 @@ def parse_bytes(text: str) -> int | None:
 
 
 def bytes_in(value: object) -> int | None:
-    """Return bytes that are given as an integer of Python or numpy, or as text; else ``None``."""
+    """Return the bytes that ``value`` says, an integer of Python or numpy or a text; else ``None``.
+
+    For the form of a text see :func:`parse_bytes`.
+    """
     if isinstance(value, str):
         return parse_bytes(value)
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):

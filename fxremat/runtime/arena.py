@@ -58,7 +58,7 @@ class HostLimit:
             self.blocks = [block for block in self.blocks if not block.free]
 
     def lend(self, arena: Arena) -> tuple[Block, Lent]:
-        """Return a block for a step of ``arena``, and the step's view of it.
+        """Return a block for a step of ``arena``, new if necessary, and the step's view of it.
 
         Raises:
             HostMemoryError: another block is needed and cannot be allocated.
@@ -70,14 +70,18 @@ class HostLimit:
             return block, block.lend()
 
     def idle_for(self, arena: Arena) -> Block | None:
-        """Return the smallest unused block that suits a step of ``arena``, or ``None``."""
+        """Return the smallest unused block that suits a step of ``arena``, or ``None``.
+
+        It has the bytes that the step needs, and at most twice as many; no more than it needs if
+        steps overlap within a limit.
+        """
         # If steps overlap within a limit, one step's excess may be another step's shortage.
         exact = self._overlaps and self.nbytes is not None
         most = arena.nbytes * (1 if exact else 2)
         return self._next_block(arena, lambda nbytes: arena.nbytes <= nbytes <= most, min)
 
     def grow(self, arena: Arena) -> Block:
-        """Allocate a block for ``arena``, in place of the next smaller unused block.
+        """Allocate and return a block for ``arena``, in place of the next smaller unused block.
 
         Raises:
             HostMemoryError: the block cannot be allocated, or would exceed the limit.
@@ -114,7 +118,7 @@ class HostLimit:
         """Free unused blocks until ``nbytes`` more are within the limit.
 
         Raises:
-            HostMemoryError: they are not, even without unused blocks.
+            HostMemoryError: they would exceed it even without unused blocks.
         """
         limit = self.nbytes
         if limit is None:
@@ -220,12 +224,12 @@ class Arena:
 
     @property
     def leases(self) -> int:
-        """Number of its steps that use host memory now."""
+        """Number of this arena's steps that use host memory now."""
         blocks = self._limit.blocks
         return sum(not block.free and block.lent_by == self.id for block in blocks)
 
     def open(self, nbytes: int | None = None) -> Tensor:
-        """Lend host memory to one step: a uint8 tensor of ``nbytes``, by default of all it may use.
+        """Return host memory that is lent to one step: uint8, ``nbytes`` or all it may use.
 
         The memory belongs to the step until the last tensor on that storage is freed. If all blocks
         are lent, another one is allocated.
@@ -269,7 +273,7 @@ class Arena:
                 self._limit.blocks = []
 
     def allocate(self) -> Block:
-        """Allocate a block for a step.
+        """Return a new block with the bytes that a step needs.
 
         Raises:
             HostMemoryError: it cannot be allocated.
@@ -279,7 +283,7 @@ class Arena:
         return Block(file_memory(self.nbytes, folder=self._folder))
 
     def _forget(self) -> None:
-        """Give up, in a forked child, the blocks of the parent, and its lock, which may be held."""
+        """Drop, in a forked child, the blocks of the parent, and its lock, which may be held."""
         self._forked = True
         for block in self._limit.blocks:
             block.disown()
@@ -315,7 +319,7 @@ def _close_all() -> None:
 
 
 def _forget_all() -> None:
-    """Let all arenas give up, in a forked child, the host memory of the parent."""
+    """Make all arenas drop, in a forked child, the host memory of the parent."""
     for arena in list(_arenas.values()):
         arena._forget()
 
@@ -325,7 +329,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """Return ``device`` with its index.
+    """Return ``device`` with an index; by default, that of CUDA's current device.
 
     Raises:
         ValueError: it is neither a CPU nor CUDA.

@@ -10,7 +10,7 @@ from fxremat import torch_compat
 
 
 class Count:
-    """The peak of a step by the allocator's counters, which are not reset for it.
+    """Measures the peak memory of a step with the allocator's counters, which are not reset for it.
 
     What other threads allocate during the step is included.
     """
@@ -22,7 +22,7 @@ class Count:
 
     @staticmethod
     def begin(device: torch.device, step_bytes: Callable[[], int]) -> Count | None:
-        """Begin to count a step; return ``None`` if its device counts nothing.
+        """Return a counter of the step that begins now; ``None`` if ``device`` counts nothing.
 
         ``step_bytes`` returns how many of the bytes that are allocated now belong to the step.
         """
@@ -33,7 +33,7 @@ class Count:
         return Count(device, now_bytes - step_bytes(), most_bytes)
 
     def peak_bytes(self) -> int | None:
-        """Return the peak of the step, or ``None`` if an earlier peak was higher."""
+        """Return the most bytes the step had allocated; ``None`` if an earlier peak was higher."""
         counted = torch_compat.counted_bytes(self._device)
         if counted is None or counted[1] <= self._most_bytes:
             return None

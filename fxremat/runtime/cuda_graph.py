@@ -10,7 +10,7 @@ from fxremat.errors import CaptureError, TransferError
 
 
 def refuse_planning() -> None:
-    """Check that a step can be planned now.
+    """Raise an error if a step is to be planned while a CUDA graph is captured.
 
     Raises:
         CaptureError: a CUDA graph is being captured on the current stream.
@@ -24,7 +24,7 @@ def refuse_planning() -> None:
 
 
 def refuse_host_memory(nbytes: int) -> None:
-    """Check that a step with ``nbytes`` of host memory can run now.
+    """Raise an error if a step with ``nbytes`` of host memory is to run in a captured CUDA graph.
 
     Raises:
         TransferError: a CUDA graph is being captured on the current stream.

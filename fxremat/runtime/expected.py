@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Expected:
-    """The gradient that a result of a step is expected to get: the last one, and 1 at first.
+    """Makes the gradient that a result of a step is expected to get: the last one, and 1 at first.
 
     A forward reads it once, and it is never recomputed: it may have changed by then. ``name`` is
     its name in emitted code, ``value`` the value of all elements.
@@ -24,5 +24,5 @@ class Expected:
         return self.__name__
 
     def __call__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the expected gradient, with this shape."""
+        """Return the expected gradient: a tensor of this shape whose elements are all ``value``."""
         return torch.full(shape, self.value, dtype=dtype, device=device)

@@ -29,7 +29,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @dataclass(slots=True)
 class Contributors:
-    """Which leaves get their gradient from one captured graph only, as its backwards have shown.
+    """Records which leaves get their gradient from one captured graph only, as backwards show.
 
     Autograd sums up all gradients that reach a leaf in one backward, and adds the sum to ``.grad``.
     Handing a gradient over gives the same bits, and runs hooks at the same points, only if the leaf
@@ -39,7 +39,7 @@ class Contributors:
     Attributes:
         alone: primals whose gradient was the only one of their leaf so far.
         joined: primals whose leaf also got another gradient.
-        summing: the backward in which several steps take part, so that autograd sums up.
+        summing: number of the backward in which several steps take part, so that autograd sums up.
     """
 
     alone: set[int] = field(default_factory=set)
@@ -47,25 +47,25 @@ class Contributors:
     summing: int = -1
 
     def join(self, primal: int) -> None:
-        """Note that the leaf of ``primal`` also got another gradient."""
+        """Record that the leaf of ``primal`` also got another gradient."""
         self.alone.discard(primal)
         self.joined.add(primal)
 
 
 def leaves_among(values: Sequence[Any]) -> list[Tensor | None]:
-    """Return the leaves among ``values``, with ``None`` for others, including tensor subclasses."""
+    """Return ``values`` with ``None`` in place of non-leaves and tensor subclasses."""
     return [value if type(value) in _PLAIN and value.is_leaf else None for value in values]
 
 
 def with_gradients(leaves: Sequence[Tensor | None]) -> frozenset[int]:
-    """Return the indices of the leaves that have a gradient."""
+    """Return the indices of the leaves whose ``.grad`` exists."""
     return frozenset(
         [i for i, leaf in enumerate(leaves) if leaf is not None and leaf.grad is not None]
     )
 
 
 def adds(leaf: Tensor) -> bool:
-    """Return whether a leaf has a gradient to which another one can be added in place."""
+    """Return whether another gradient can be added in place to the ``.grad`` of a leaf."""
     existing = leaf.grad
     return (
         existing is not None
@@ -91,7 +91,7 @@ def takes(leaf: Tensor, gradient: Tensor) -> bool:
 
 
 class Gradients:
-    """Passes on the gradients of one backward.
+    """Passes the gradients of one backward to leaves as soon as possible, and the rest to autograd.
 
     Args:
         leaves: leaves by primal; ``None`` for other primals.
@@ -140,7 +140,10 @@ class Gradients:
         self._early = contributors.summing != task and not torch.is_anomaly_enabled()
 
     def give(self, made: dict[int, Tensor]) -> None:
-        """Hand over gradients by primal, or keep them for :meth:`finish`."""
+        """Put gradients into their leaves' ``.grad`` where allowed; keep others for :meth:`finish`.
+
+        ``made`` has the gradients by primal.
+        """
         leaves, returned, plain = self._leaves, self._returned, self._plain
         for primal, gradient in made.items():
             leaf = leaves[primal]
@@ -152,7 +155,7 @@ class Gradients:
             returned[primal] = gradient
 
     def finish(self) -> list[Tensor | None]:
-        """Return what autograd gets, by primal."""
+        """Return the gradients for autograd, by primal; ``None`` for those that leaves have got."""
         returned, self._returned = self._returned, []
         if self._early:
             self._note_first(returned)
@@ -161,7 +164,10 @@ class Gradients:
         return returned
 
     def _note_first(self, returned: Sequence[Tensor | None]) -> None:
-        """Note the places of first gradients; autograd keeps them if the leaf gets no others."""
+        """Record the addresses of leaves' first gradients, to see later whether autograd kept them.
+
+        It keeps them if the leaf gets no others. ``returned`` has the gradients by primal.
+        """
         alone, joined = self._contributors.alone, self._contributors.joined
         sole = [primal for primal in self._first if primal in alone]
         made: list[Any] = [returned[primal] for primal in sole]
@@ -176,7 +182,10 @@ class Gradients:
                     self._candidates[primal] = gradient.data_ptr(), gradient._version
 
     def _hand_over(self, primal: int, leaf: Tensor, gradient: Tensor) -> bool:
-        """Return whether the gradient need not be returned."""
+        """Put a gradient into the ``.grad`` of its leaf if allowed; return whether that was done.
+
+        Also returns ``True`` for a gradient that nobody asked for. Others are for autograd.
+        """
         wanted = torch_compat.will_accumulate(self._nodes[self._places[primal]])
         if not wanted:
             self.asked_for |= wanted is None
@@ -222,7 +231,7 @@ class Gradients:
         return wrapped
 
     def _judge(self, primal: int) -> None:
-        """Check whether autograd has accumulated just the gradient that was returned."""
+        """Record whether the leaf of ``primal`` got just the gradient that autograd was given."""
         made, leaf = self._candidates.pop(primal, None), self._leaves[primal]
         now = None if leaf is None else leaf.grad
         if made is None or leaf is None or now is None:
@@ -235,7 +244,7 @@ class Gradients:
             self._contributors.join(primal)
 
     def _first_unchanged(self) -> bool:
-        """Return whether first gradients of leaves that never got others are unchanged."""
+        """Return whether leaves that never got other gradients still have their first ones."""
         leaves: Sequence[Any] = self._leaves
         for primal, place, version in self._kept_first:
             now = leaves[primal].grad
@@ -244,13 +253,13 @@ class Gradients:
         return True
 
     def _check(self) -> None:
-        """Check at the end of the backward that nothing else was added to what was handed over.
+        """Check at the end of the backward that leaves with an early gradient got no other one.
 
         Autograd's thread may hold this object for longer than ``backward()`` takes, so it keeps no
         gradient.
 
         Raises:
-            BackwardError: something was added after the leaf's hooks had run.
+            BackwardError: another one was added after the leaf's hooks had run.
         """
         if self._hooked:
             _unhook(self._hooked)
@@ -310,7 +319,10 @@ _Hooks = dict[int, Callable[[Tensor], None]]
 
 
 def _unhook(hooked: list[tuple[_Hooks, int, _Hook]]) -> None:
-    """Put back the wrapped hooks, unless they were removed."""
+    """Put hooks back in place of their wrappers, unless they were removed.
+
+    ``hooked`` has the hooks of a leaf, a key among these, and the wrapper; it is emptied.
+    """
     with _accumulating:
         while hooked:
             hooks, key, wrapper = hooked.pop()

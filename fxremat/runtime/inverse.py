@@ -28,7 +28,7 @@ def invert_batch_norm(
     rstd: Tensor,
     slope: float,
 ) -> Tensor:
-    """Undo ``z = leaky_relu((x - mean) * rstd * weight + bias, slope)``.
+    """Return ``x``, given ``z = leaky_relu((x - mean) * rstd * weight + bias, slope)``.
 
     Args:
         z: shape ``(batch, channels, …)``.

@@ -16,7 +16,7 @@ from fxremat.units import format_bytes
 
 
 class Lease(abc.ABC):
-    """Host memory that belongs to one step.
+    """Host memory that belongs to one step, and the transfers to it and from it.
 
     It must not hold the tensor that was handed out for it: the lease ends when that tensor's
     storage dies.
@@ -35,7 +35,7 @@ class Lease(abc.ABC):
         self._process = os.getpid()
 
     def offload(self, x: Tensor, *, offset: int) -> None:
-        """Start to copy the whole storage of ``x`` to ``offset``.
+        """Start to copy the whole storage of ``x`` to the host memory from byte ``offset`` on.
 
         Raises:
             TransferError: the storage does not fit there or is on another device, or an earlier
@@ -48,7 +48,9 @@ class Lease(abc.ABC):
         self._filled[offset] = nbytes, copy
 
     def release(self, *, offset: int) -> None:
-        """Return when the tensor that was offloaded to ``offset`` may be freed on the device.
+        """Wait until the tensor that was offloaded to ``offset`` may be freed on the device.
+
+        On CUDA the current stream waits, on the CPU the thread.
 
         Raises:
             TransferError: nothing was offloaded there, or a transfer of the step failed.
@@ -59,7 +61,7 @@ class Lease(abc.ABC):
             self._release(copy)
 
     def prefetch(self, *, offset: int, nbytes: int, device: torch.device) -> Tensor:
-        """Start to copy what was offloaded to ``offset`` to a new uint8 tensor on ``device``.
+        """Start to copy what was offloaded to ``offset`` to a new uint8 tensor, and return this.
 
         The tensor has ``nbytes``, at least as many as were offloaded: plans count the bytes that
         allocators hand out, which are more. The rest is not filled.
@@ -87,10 +89,10 @@ class Lease(abc.ABC):
         return self._process != os.getpid()
 
     def check_process(self) -> None:
-        """Check that this is not a forked child, which has neither the threads nor the streams.
+        """Raise an error in a forked child, which has no threads or streams of transfers.
 
         Raises:
-            TransferError: it is one.
+            TransferError: this process is a forked child of the one that runs the step.
         """
         if self.elsewhere:
             raise TransferError(
@@ -112,7 +114,10 @@ class Lease(abc.ABC):
             )
 
     def _filled_at(self, offset: int, *, verb: str) -> tuple[int, Any]:
-        """Return the number of bytes that were offloaded to ``offset``, and the copy of them."""
+        """Return the number of bytes that were offloaded to ``offset``, and their copy.
+
+        ``verb`` says in an error what the caller does.
+        """
         if offset not in self._filled:
             raise TransferError(
                 f"cannot {verb} offset {offset} of the host memory: nothing was offloaded "
@@ -122,26 +127,26 @@ class Lease(abc.ABC):
 
     @abc.abstractmethod
     def _offload(self, source: Tensor, offset: int) -> Any:
-        """Start to copy ``source``; return what :meth:`_release` takes."""
+        """Start to copy ``source`` to byte ``offset``; return what :meth:`_release` takes."""
 
     @abc.abstractmethod
     def _release(self, copy: Any) -> None: ...
 
     @abc.abstractmethod
     def _prefetch(self, fresh: Tensor, offset: int) -> Any:
-        """Start to fill ``fresh``; return what :meth:`wait_for` and :meth:`abandon` take."""
+        """Start to fill ``fresh`` from byte ``offset``; return what :meth:`wait_for` takes."""
 
     @abc.abstractmethod
     def wait_for(self, copy: Any) -> None:
-        """Make computations wait for a prefetch."""
+        """Make computations wait for ``copy``, a prefetch that :meth:`_prefetch` has started."""
 
     @abc.abstractmethod
     def abandon(self, copy: Any) -> None:
-        """Let the next user of a prefetch's memory wait for a copy that nobody waited for."""
+        """Let the next user of a prefetch's device memory wait for ``copy``, as nobody did."""
 
 
 class Arrival:
-    """A prefetch that nobody has waited for yet.
+    """A prefetch under way, for which no computation has waited yet.
 
     It outlives the host tensor, which emitted code drops after its last prefetch, but not the new
     storage: if the step is given up and that storage is dropped, the copy is abandoned.

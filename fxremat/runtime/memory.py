@@ -28,9 +28,9 @@ _PORTABLE = 1
 
 
 class Lent(np.ndarray[Any, np.dtype[np.uint8]]):
-    """Memory that is lent for as long as this array lives.
+    """A view of a block's memory, which is lent for as long as this array lives.
 
-    ``holds`` dies with the array; no interrupt can come between.
+    ``holds`` is an object that dies with the array; no interrupt can come between.
     """
 
     holds: object
@@ -60,7 +60,7 @@ class Block:
 
     @property
     def free(self) -> bool:
-        """Whether nobody uses the view that was lent last."""
+        """Whether no step uses the block, since the view that was lent last is dead."""
         return self._user is None or self._user() is None
 
     def lend(self) -> Lent:
@@ -77,11 +77,11 @@ class Block:
             self.bytes = None
 
     def disown(self) -> None:
-        """Forget the memory, which belongs to another process."""
+        """Forget the memory without freeing it, since it belongs to another process."""
         self.bytes = None
 
     def _before_unmapping(self, memory: Bytes) -> None:
-        """Undo what must be undone before the memory goes back to the system."""
+        """Wait for copies and unpin ``memory``, if necessary, before it goes back to the system."""
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
@@ -201,7 +201,7 @@ def _no_pinned_memory(nbytes: int, why: str) -> HostMemoryError:
 
 
 def memory_limits(root: Path = Path("/")) -> Iterator[tuple[int, str]]:
-    """Yield limits on memory, and whose they are: the machine's, and those of the control groups.
+    """Yield limits on memory, in bytes, each with its owner: ``"the machine"`` or a control group.
 
     ``root`` is the root of the file system that has ``proc`` and ``sys``.
     """
@@ -234,5 +234,5 @@ def _read_text(path: Path) -> str:
 
 
 def folder_of(host_dir: str | os.PathLike[str] | None) -> str:
-    """Return the folder for temporary files: ``host_dir``, or the system's."""
+    """Return the folder for temporary files: ``host_dir``, or the system's if that is ``None``."""
     return str(Path(host_dir)) if host_dir is not None else tempfile.gettempdir()

@@ -56,13 +56,13 @@ class MemoryProfile:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak during forward and backward."""
+        """Most bytes that forward and backward had allocated, relative to the call's begin."""
         return max(self.forward_bytes, self.loss_point_bytes, self.backward_bytes)
 
 
 @dataclass(slots=True)
 class _Watched:
-    """One call.
+    """A call of a step that is watched.
 
     Attributes:
         report: called with the profile of the call.
@@ -88,7 +88,7 @@ trains."""
 
 
 class Watcher:
-    """Watches one step of a model at a time, in the thread that runs its forward.
+    """Logs what one step of a model at a time allocates, in the thread that runs its forward.
 
     A step is one call, or several calls whose backwards have not run when the next one begins.
 
@@ -113,7 +113,7 @@ class Watcher:
         whole: Callable[[int, int, bool], None] | None = None,
         until_closed: bool = False,
     ) -> bool:
-        """Watch a step that begins; return whether that is possible.
+        """Begin to log what a step allocates; return whether that is possible.
 
         Args:
             device: device of the step.
@@ -143,39 +143,47 @@ class Watcher:
         return True
 
     def join(self, report: Callable[[MemoryProfile], None]) -> bool:
-        """Watch a further call of the step; return whether a step is watched in this thread."""
+        """Watch a further call of the step; return whether it is watched.
+
+        It is not if no step is watched in this thread, or too many calls are. ``report`` is called
+        with the profile of the call.
+        """
         if not self._watches_thread() or len(self._calls) >= MOST_CALLS:
             return False
         self._add_call(report)
         return True
 
     def left(self, step: object) -> None:
-        """Note that the latest forward has ended and left ``step``."""
+        """Note that the forward of the latest call has ended.
+
+        ``step`` is what it leaves for its backward, and stands for the call from now on.
+        """
         if self._watches_thread() and self._calls and self._calls[-1].step is None:
             self._calls[-1].step = weakref.ref(step)
             self._mark(len(self._calls) - 1, LOSS_POINT)
 
     @property
     def is_on(self) -> bool:
-        """Whether a step is watched."""
+        """Whether the allocations of a step are being logged."""
         return self._log is not None
 
     def is_watching(self, step: object) -> bool:
-        """Return whether ``step`` is watched."""
+        """Return whether ``step`` is what a call that is watched has left for its backward."""
         return self._place_of(step) is not None
 
     def until_gone(self, graph: object, step: object) -> None:
-        """Watch at least as long as ``graph`` exists, if ``step`` is watched.
+        """Watch at least until ``graph`` is freed, if the call that left ``step`` is watched.
 
-        ``graph`` is an object that lives as long as the graph of a call.
+        ``graph`` is an object that lives as long as the graph of the call.
         """
         if self._place_of(step) is not None:
             self._end_with(graph)
 
     def close(self, graph: object) -> None:
-        """Note that no further call begins of the step that is watched in this thread.
+        """Note that the step that is watched in this thread has no further calls.
 
-        ``graph`` is an object that lives as long as the graph of all results of the calls.
+        Watching goes on until ``graph`` is freed, an object that lives as long as the graph of all
+        results of the calls.
         """
         if self._watches_thread():
             self._end_with(graph)
@@ -217,19 +225,19 @@ class Watcher:
         torch_compat.after_backward(ended)
 
     def after(self, step: object) -> None:
-        """Note that the backward of ``step`` has ended, though another may go on."""
+        """Note that the backward of the call that left ``step`` has ended; others may go on."""
         place = self._place_of(step)
         if place is not None and not self._calls[place].ended:
             self._calls[place].ended = True
             self._mark(place, AFTER)
 
     def done(self) -> None:
-        """Note that a backward has ended, with all calls that took part."""
+        """Note that ``backward()`` has ended, with the backwards of all calls that took part."""
         if self._log is not None:
             self._log.mark(DONE)
 
     def end(self) -> None:
-        """Stop watching, and report, if a step is watched in this thread."""
+        """Stop watching, and report the calls' profiles, if a step is watched in this thread."""
         if self._log is None or not self._watches_thread():
             return
         log, self._log = self._log, None
@@ -262,7 +270,7 @@ class Watcher:
         return None
 
     def _forget(self) -> None:
-        """Drop a log whose thread has ended, which can report nothing."""
+        """Drop a log without reports, because its thread has ended."""
         log, self._log = self._log, None
         if log is not None:
             log.forget()
@@ -288,9 +296,13 @@ def _mark_name(place: int, phase: str) -> str:
 
 
 def _with_unlogged(events: _Events, gone: Sequence[Sequence[int]]) -> _Events:
-    """Add to ``events`` the releases that are missing of what was ``gone`` at each call's backward.
+    """Return ``events`` with the releases that the log has missed.
 
     A logged release of equal size outside of calls is taken to be one of them.
+
+    Args:
+        events: marks and signed bytes, in order.
+        gone: for each call, sizes of the tensors that were freed before its backward.
     """
     outside = tuple(_mark_name(place, LOSS_POINT) for place in range(len(gone)))
     logged: Counter[int] = Counter()
@@ -310,7 +322,7 @@ def _with_unlogged(events: _Events, gone: Sequence[Sequence[int]]) -> _Events:
 
 
 def _whole_step(events: _Events) -> tuple[int, int, bool]:
-    """Return what is reported of the whole step: see :meth:`Watcher.begin`."""
+    """Return a step's peaks before its first call and until its end, and whether it ended."""
     now = most = first = peak = 0
     begun = done = False
     for mark, change in events:

@@ -27,7 +27,7 @@ CUDA_STATE_BYTES = 16
 
 
 def state_bytes(device: str) -> int:
-    """Return the bytes of what :func:`record_state` returns; the device need not exist."""
+    """Return how many bytes :func:`record_state` returns for ``device``, which need not exist."""
     if torch.device(device).type == "cuda":
         return CUDA_STATE_BYTES
     return torch.get_rng_state().numel()
@@ -43,13 +43,16 @@ def restore_state(device: str, state: Tensor) -> None:
 
 
 def draw(state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Draw for the first time; ``state`` was recorded right before, so nothing is restored."""
+    """Return the result of ``op``, which draws for the first time.
+
+    ``state`` was recorded right before, so nothing is restored.
+    """
     del state, device
     return op(*args, **kwargs)
 
 
 def redraw(state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Repeat the draw of ``op`` from ``state``, and restore the generator."""
+    """Return the result of ``op``, drawn again from ``state``, and restore the generator."""
     now = record_state(device)
     restore_state(device, state)
     try:

@@ -10,15 +10,18 @@ ALIGNMENT_BYTES = 512
 
 
 def slot_bytes(nbytes: int) -> int:
-    """Return the bytes that a tensor of ``nbytes`` takes in host memory."""
+    """Return the bytes that a tensor of ``nbytes`` takes in host memory, which are aligned."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def assign_slots(sizes_bytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """Place tensors of these sizes one after the other; return their offsets and the total bytes.
+    """Place tensors of these sizes one after the other in host memory.
 
     At the loss point all of them are on the host, so no two of them can share a byte, and the sum
     of the rounded sizes is the least that holds them.
+
+    Returns:
+        Their offsets, and the total bytes.
     """
     *offsets, total_bytes = accumulate(map(slot_bytes, sizes_bytes), initial=0)
     return tuple(offsets), total_bytes

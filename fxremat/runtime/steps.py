@@ -39,7 +39,7 @@ _latest = threading.local()
 def latest_step() -> Step | None:
     """Return the step whose forward this thread has run last, if it still exists.
 
-    From then on only the caller and the token hold it.
+    A step is returned once. From then on only the caller and the token hold it.
     """
     reference = getattr(_latest, "step", None)
     step = None if reference is None else reference()
@@ -107,7 +107,7 @@ class Step:
         self._versions: list[int] = []
 
     def keep(self, saved: list[Tensor], outputs: Iterable[object], *, held_bytes: int) -> None:
-        """Note that the forward has ended.
+        """Hold the tensors that the forward has saved, and number the step, which has run.
 
         Args:
             saved: the first arguments of the backward graph.
@@ -143,12 +143,12 @@ class Step:
 
     @property
     def waits(self) -> bool:
-        """Whether its backward has not run, or may run again."""
+        """Whether its saved tensors exist: its backward has not run, or may run again."""
         return self._saved is not None
 
     @property
     def graph(self) -> Any:
-        """The captured graph whose step it is."""
+        """The captured graph that this step runs."""
         return self.owners[-1]
 
     @staticmethod
@@ -198,7 +198,7 @@ class Step:
 
 
 def _no_state() -> None:
-    """Return nothing to pickle besides the number, if hooks write a token to a file."""
+    """Return ``None``, so that hooks which pickle a token write its number and not its step."""
 
 
 class InFlight:
@@ -222,7 +222,10 @@ class InFlight:
                 self._outputs.append((step.number, output))
 
     def returned(self, results: Iterable[object]) -> None:
-        """Add gradients that were asked for, or outputs of no step, which the caller may hold."""
+        """Add tensors that the caller may hold, and that no step has among its outputs.
+
+        These are gradients of ``torch.autograd.grad``, or results of calls of several graphs.
+        """
         made = [torch_compat.StorageAlive(t) for t in results if isinstance(t, Tensor)]
         with self._lock:
             self._outputs = [entry for entry in self._outputs if entry[1]]
@@ -248,17 +251,20 @@ class InFlight:
         return waiting, self.kept_bytes(waiting)
 
     def has_others(self, step: Step) -> bool:
-        """Return whether the backward of a step other than this one has not run."""
+        """Return whether the backward of any step other than ``step`` has not run."""
         return len(self._steps) > 1 and any(other is not step for other in self.waiting())
 
     def kept_bytes(self, waiting: Iterable[Step]) -> int:
-        """Return the bytes of held outputs of steps that are not ``waiting``."""
+        """Return the bytes of outputs that are still held, of steps that are not ``waiting``.
+
+        One scalar is left out; see :meth:`kept`.
+        """
         if not self._outputs:
             return 0
         return sum([alive.nbytes for alive in self.kept(waiting)])
 
     def kept(self, waiting: Iterable[Step]) -> list[torch_compat.StorageAlive]:
-        """Return the held outputs of steps that are not ``waiting``.
+        """Return the outputs that are still held, of steps that are not ``waiting``.
 
         One scalar of the latest step is left out: a variable of the loop holds the last loss until
         it is assigned the next one, and every plan has room for that.

@@ -25,7 +25,7 @@ def _new_event() -> Any:
 
 @dataclass(slots=True)
 class Lane:
-    """The stream of one direction, on which its copies run."""
+    """The stream on which all copies to host memory, or all copies from it, run."""
 
     stream: torch.cuda.Stream
 
@@ -38,7 +38,7 @@ class Lane:
         self.stream.wait_event(ready)
 
     def copy(self, target: Tensor, source: Tensor, *, kind: watch.Kind) -> None:
-        """Enqueue a copy."""
+        """Enqueue a copy of ``source`` into ``target``, and time it if transfers are recorded."""
         times = watch.CudaTimes(kind, source.numel(), self.stream) if watch.recording() else None
         with torch.cuda.stream(self.stream):
             if times is not None:
@@ -55,14 +55,14 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 @functools.cache
 def lanes(device_index: int) -> tuple[Lane, Lane]:
-    """Return a device's lane to host memory, and its lane from it."""
+    """Return the lanes of a device: that of copies to host memory, and that of copies from it."""
     stream: Any = torch.cuda.Stream
     device = torch.device("cuda", device_index)
     return Lane(stream(device)), Lane(stream(device))
 
 
 class Traffic:
-    """The last copies into, or out of, each part of a block, all on one stream.
+    """Events of the last copies into, or out of, each part of a block, all on one stream.
 
     It belongs to the block, not to a lease: the host runs ahead of the device, so a lease may end,
     and the next one begin, before the copies of the first have run.
@@ -72,10 +72,10 @@ class Traffic:
         self._events: dict[tuple[int, int], Any] = {}
 
     def record(self, stream: torch.cuda.Stream, begin: int, end: int) -> Any:
-        """Return an event after the latest copy on ``stream``, which is of ``[begin, end)``.
+        """Record and return an event after the latest copy on ``stream``.
 
-        Since the stream is in order, this event replaces those of the range. A range always has the
-        same event.
+        The copy is of the bytes ``[begin, end)`` of the block. Since the stream is in order, this
+        event replaces those of the range. A range always has the same event.
         """
         event = self._events.get((begin, end)) or _new_event()
         event.record(stream)
@@ -90,13 +90,13 @@ class Traffic:
         return event
 
     def hold_back(self, stream: torch.cuda.Stream, begin: int, end: int) -> None:
-        """Let ``stream`` wait for the copies that overlap ``[begin, end)``."""
+        """Let ``stream`` wait for the copies that overlap bytes ``[begin, end)`` of the block."""
         for (other_begin, other_end), event in list(self._events.items()):
             if other_begin < end and begin < other_end:
                 stream.wait_event(event)
 
     def wait_until_copied(self) -> None:
-        """Let the host wait for all copies. Never done in a step, only before memory is freed."""
+        """Let the host wait for all recorded copies, which is done only before memory is freed."""
         for event in list(self._events.values()):
             event.synchronize()
 
@@ -149,7 +149,7 @@ class StreamLease(Lease):
         self._out, self._in = lanes(device.index)
 
     def _offload(self, source: Tensor, offset: int) -> tuple[_Copy, Any]:
-        """Return the copy, and a finalizer of the storage that it reads."""
+        """Start to copy ``source``; return the copy, and a finalizer of the storage it reads."""
         end = offset + source.numel()
         # Inside a lane's context, the current stream is that of the lane.
         compute = torch.cuda.current_stream(self.device)
@@ -185,17 +185,23 @@ class StreamLease(Lease):
             raise
 
     def wait_for(self, copy: _Copy) -> None:
-        """Let the current stream wait for the copy."""
+        """Let the current stream wait for ``copy``."""
         torch.cuda.current_stream(self.device).wait_event(copy.event)
 
     def abandon(self, copy: _Copy) -> None:
-        """Let the stream that gets the memory back wait for the copy."""
+        """Let the stream that gets the device memory back wait for ``copy``."""
         copy.wait_until_copied()
 
     def _wait_for_unfinished(
         self, traffic: Traffic, stream: torch.cuda.Stream, compute: torch.cuda.Stream
     ) -> None:
-        """Wait for a copy that may be under way although starting it has raised an error."""
+        """Wait for a copy that may be under way although starting it has raised an error.
+
+        Args:
+            traffic: copies in the direction of this one.
+            stream: the stream of the copy.
+            compute: the stream that waits, to which the copy's device memory belongs.
+        """
         try:
             _Copy(traffic.record(stream, 0, self.nbytes), compute).wait_until_copied()
         except RuntimeError:
@@ -203,7 +209,10 @@ class StreamLease(Lease):
 
     @staticmethod
     def _drop(copy: _Copy, process: int) -> None:
-        """Wait for ``copy``, whose source was freed without a release."""
+        """Let the next user of the device memory wait for ``copy``, as there was no release.
+
+        ``process`` is the id of the process that started the copy; others do nothing.
+        """
         if process == os.getpid():  # CUDA does not work in a forked child
             copy.wait_until_copied()
 

@@ -24,7 +24,7 @@ from fxremat.runtime.lease import Arrival
 
 
 def open_arena(arena: int, nbytes: int) -> Tensor:
-    """Lend the memory of one step, uint8, shape ``(nbytes,)``, from the arena with this id.
+    """Return host memory that the arena with id ``arena`` lends to a step: uint8, ``(nbytes,)``.
 
     Raises:
         TransferError: there is no such arena, or it is smaller.
@@ -55,9 +55,10 @@ def release(x: Tensor, host: Tensor, offset: int) -> None:
 
 
 def prefetch(host: Tensor, offset: int, nbytes: int, device: torch.device) -> Tensor:
-    """Start to copy what was offloaded to a new storage: uint8, shape ``(nbytes,)``.
+    """Return a new storage that starts to get what was offloaded to ``host[offset:]``.
 
-    The storage may be larger than what was offloaded, and is on the device where it came from.
+    It is a tensor of uint8 and shape ``(nbytes,)``. It may be larger than what was offloaded, and
+    is on the device where that came from.
 
     Raises:
         TransferError: more was offloaded there, or a transfer of the step failed.
@@ -66,7 +67,7 @@ def prefetch(host: Tensor, offset: int, nbytes: int, device: torch.device) -> Te
 
 
 def wait(x: Tensor) -> None:
-    """Wait until what :func:`prefetch` returned is filled. ``x`` may be a view of it.
+    """Wait until the tensor that :func:`prefetch` returned is filled. ``x`` may be a view of it.
 
     Raises:
         TransferError: a transfer of the step failed.

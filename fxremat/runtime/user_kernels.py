@@ -64,7 +64,7 @@ class Launch:
             _LAUNCHES.setdefault(digest, self)
 
     def making(self, names: Sequence[str]) -> Launch:
-        """Return the launch of this kernel that allocates the tensors of ``names`` itself."""
+        """Return the launch of this kernel that itself allocates the arguments with these names."""
         text = f"{self.digest} makes {sorted(names)}"
         digest = hashlib.sha256(text.encode()).hexdigest()
         return launch_of(digest) or Launch(
@@ -82,7 +82,7 @@ class Launch:
         return self.__name__
 
     def __call__(self, grid: Sequence[Any], descriptors: Mapping[str, Any], *given: Any) -> Any:
-        """Launch the kernel."""
+        """Launch the kernel, and return the tensors of ``written``, or the only one."""
         arguments = dict(zip(self.names, given, strict=True))
         for name in self.names:
             if name in self.made:
@@ -96,7 +96,7 @@ class Launch:
         return results[0] if len(results) == 1 else results
 
     def tune(self, grid: Sequence[Any], descriptors: Mapping[str, Any], *given: Any) -> None:
-        """Let Triton choose a configuration for such arguments, by many launches.
+        """Let Triton choose a configuration for these arguments, by many launches.
 
         This takes device memory for a while, and modifies none of the arguments.
         """
@@ -104,13 +104,16 @@ class Launch:
         self._tuned_for.add(tuple(map(_tuning_key, given)))
 
     def is_tuned_for(self, _grid: object, _descriptors: object, *given: Any) -> bool:
-        """Return whether a configuration was chosen for such arguments, which may have no data."""
+        """Return whether a configuration was chosen for these arguments, or none has to be.
+
+        The arguments may have no data.
+        """
         chosen = self._run.has_choices and tuple(map(_tuning_key, given)) in self._tuned_for
         return chosen or not self.tuned
 
 
 def _allocate(description: Made, *, near: Sequence[Any]) -> Tensor:
-    """Allocate the tensor that is described, on the device of those ``near`` it."""
+    """Return a new tensor as described, on the device of the tensors among ``near``."""
     shape, stride, dtype, fill = description
     device = next(other.device for other in near if isinstance(other, Tensor))
     made = torch.empty_strided(_plain(shape), _plain(stride), dtype=dtype, device=device)
@@ -118,7 +121,10 @@ def _allocate(description: Made, *, near: Sequence[Any]) -> Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Replace symbolic numbers by their present values, because Triton looks at types."""
+    """Return ``value`` with symbolic numbers replaced by their present values.
+
+    Triton looks at the types of arguments.
+    """
     if isinstance(value, (tuple, list)):
         items = map(_plain, value)
         return tuple(items) if isinstance(value, tuple) else list(items)
@@ -132,7 +138,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tuning_key(value: Any) -> object:
-    """Return what the choice of a configuration may depend on."""
+    """Return what the choice of a configuration may depend on: a layout, or a value as text."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), tuple(value.stride())
     return str(_plain(value))
@@ -143,5 +149,5 @@ _lock = threading.Lock()
 
 
 def launch_of(digest: str) -> Launch | None:
-    """Return the launch of this process with this digest, if there is one."""
+    """Return the launch in this process that has this digest, or ``None``."""
     return _LAUNCHES.get(digest)

@@ -12,7 +12,10 @@ from fxremat import torch_compat
 def look(
     base: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
 ) -> torch.Tensor:
-    """Return a view of the storage of ``base``, from ``offset`` elements after its first one."""
+    """Return a view of the storage of ``base``, with these sizes and strides.
+
+    It begins ``offset`` elements after the first element of ``base``.
+    """
     return _reinterpret(base, shape, stride, offset)
 
 
@@ -26,6 +29,9 @@ def tensor_in(
     stride: Sequence[int],
     offset: int,
 ) -> torch.Tensor:
-    """Return the tensor that lies in ``memory`` (``uint8``) at ``offset``, in its own elements."""
+    """Return a view of the uint8 tensor ``memory`` as elements of ``dtype``.
+
+    Sizes, strides and offset count these elements.
+    """
     whole = memory.numel() - memory.numel() % dtype.itemsize
     return memory[:whole].view(dtype).as_strided(size, stride, offset)

@@ -18,7 +18,7 @@ Interceptor = Callable[[Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True)
 class TransferRecord:
-    """When a transfer ran.
+    """When a transfer between device and host memory ran.
 
     Attributes:
         kind: to host memory (``offload``) or from it (``prefetch``).
@@ -51,12 +51,12 @@ interceptors: list[Interceptor] = []
 
 
 def recording() -> bool:
-    """Return whether the times of transfers that begin now are recorded."""
+    """Return whether a :func:`record_transfers` is open, which records transfers that begin now."""
     return bool(_recorders)
 
 
 def started(transfer: Timed) -> None:
-    """Note a transfer that began while :func:`recording`."""
+    """Add ``transfer``, which begins now, to each open :func:`record_transfers`."""
     for recorder in _recorders:
         recorder.transfers.append(transfer)
 
@@ -85,7 +85,7 @@ def record_transfers() -> Iterator[list[TransferRecord]]:
 
 
 def perform(copy: Callable[[], None]) -> None:
-    """Run ``copy``, or the interceptor in place of it."""
+    """Run ``copy``, or pass it to the last of the ``interceptors``."""
     if interceptors:
         interceptors[-1](copy)
     else:
@@ -99,7 +99,7 @@ def timed_event() -> Any:
 
 
 class CudaTimes:
-    """Two timing events before and after a copy, and one that relates them to the host's clock."""
+    """Times a copy on a stream by CUDA events, on the clock of the host."""
 
     def __init__(self, kind: Kind, nbytes: int, stream: torch.cuda.Stream) -> None:
         self._kind: Kind = kind
@@ -116,7 +116,7 @@ class CudaTimes:
         self._end.record(self._stream)
 
     def record(self) -> TransferRecord:
-        """Wait for the copy, and return its times."""
+        """Wait for the copy, and return when it began and ended."""
         self._end.synchronize()
         now = timed_event()
         now.record(self._stream)

@@ -27,7 +27,7 @@ _LAST_COPY_S = 10.0
 
 
 class Transfer:
-    """A copy between two arrays of the same size, in the order in which it was submitted."""
+    """A copy of one array into another of the same size, which the worker makes."""
 
     def __init__(
         self, kind: watch.Kind, source: Bytes, target: Bytes, *, lease: WorkerLease
@@ -44,7 +44,7 @@ class Transfer:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Copy, unless an earlier transfer of the step failed. Called by the worker."""
+        """Make the copy, unless an earlier transfer of the step failed. Called by the worker."""
         assert self._lease is not None
         if self._lease.failure is not None:
             self.fail(self._lease.failure)
@@ -59,7 +59,7 @@ class Transfer:
             self._finish()
 
     def fail(self, error: BaseException) -> None:
-        """Fail this transfer and all later ones of the step."""
+        """Mark this transfer and all later ones of its step as failed because of ``error``."""
         # The frames of the traceback hold the arrays and the lease.
         self._error = error.with_traceback(None)
         if self._lease is not None and self._lease.failure is None:
@@ -67,7 +67,7 @@ class Transfer:
         self._finish()
 
     def wait(self) -> None:
-        """Return when the copy has been made.
+        """Wait until the copy has been made.
 
         Raises:
             TransferError: it was not made, and will not be.
@@ -120,7 +120,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, transfer: Transfer) -> None:
-        """Make ``transfer`` after all that were submitted earlier."""
+        """Queue ``transfer``, to be made after all that were submitted earlier."""
         if watch.recording():
             watch.started(transfer)
         if self._stopped:
@@ -139,7 +139,10 @@ class Worker:
             pass
 
     def _next(self) -> bool:
-        """Make the next copy; on return no reference to it is left."""
+        """Wait for the next transfer and make it; return ``False`` if the thread is to end.
+
+        On return no reference to the transfer is left.
+        """
         transfer = self._queue.get()
         if transfer is None:
             return False
@@ -182,7 +185,7 @@ def _stop() -> None:
 
 
 def failed(kind: str, nbytes: int, error: BaseException) -> TransferError:
-    """Return the error of a step one of whose transfers failed."""
+    """Return the error to raise in a step if one of its transfers failed because of ``error``."""
     return TransferError(
         f"the {kind} of {format_bytes(nbytes)} was not made: {type(error).__name__}: {error}. "
         "The step cannot go on; its results must not be used. Repeat it"
@@ -190,7 +193,7 @@ def failed(kind: str, nbytes: int, error: BaseException) -> TransferError:
 
 
 class WorkerLease(Lease):
-    """Transfers by the worker, for which the computing thread waits.
+    """Transfers by the worker's thread, for which the computing thread waits.
 
     ``failure`` says why a transfer of the step failed; all later ones then fail, too.
     """
@@ -211,7 +214,7 @@ class WorkerLease(Lease):
         return self._submit("prefetch", self._part(offset, fresh.numel()), fresh.numpy())
 
     def wait_for(self, copy: Transfer) -> None:
-        """Wait for the copy."""
+        """Let this thread wait for ``copy``."""
         copy.wait()
         self._raise_failure("prefetch", copy.nbytes)
 

@@ -41,7 +41,7 @@ def counted_bytes(device: torch.device) -> tuple[int, int] | None:
 
 
 def slack_bytes(device: torch.device) -> int:
-    """Return by how many bytes all blocks of CUDA's allocator are larger than requested."""
+    """Return how many more bytes CUDA's allocator hands out than were requested; 0 if unknown."""
     if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
         return 0
     counts = torch.cuda.memory_stats_as_nested_dict(device)
@@ -50,7 +50,10 @@ def slack_bytes(device: torch.device) -> int:
 
 
 def blocks_of(tensors: Iterable[torch.Tensor], device: torch.device) -> list[tuple[int, int]]:
-    """Return sizes of blocks of CUDA's allocator that have one of ``tensors``, and of requests."""
+    """Return the size and the requested size of each block of CUDA's allocator that holds a tensor.
+
+    Only blocks of ``tensors`` on ``device`` are listed.
+    """
     parts = [part for t in tensors if t.device == device for part in dense_parts(t)]
     addresses = {part.untyped_storage().data_ptr() for part in parts}
     snapshot: Any = torch.cuda.memory_snapshot
@@ -117,11 +120,11 @@ class AllocationLog:
 
     @property
     def can_end(self) -> bool:
-        """Whether this is a place where the log's profiler can be stopped."""
+        """Whether the log's profiler can be stopped here: in its thread, outside of a backward."""
         return self._thread is threading.current_thread() and current_backward() < 0
 
     def mark(self, name: str) -> None:
-        """Name the events that follow, in the log's thread or in a backward that it started."""
+        """Set the mark of the events that follow, in the log's thread or in its backwards."""
         active: Any = torch._C._autograd._profiler_type
         if active() != torch._C._profiler.ActiveProfilerType.LEGACY:
             return
@@ -160,13 +163,13 @@ class AllocationLog:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the bytes, less those at the start; never negative."""
+        """Most bytes that were allocated at once, less those at the start; never negative."""
         return max(0, *accumulate(change for _mark, change in self.events), 0)
 
 
 @contextlib.contextmanager
 def noted_bytes(device: torch.device, note: Callable[[int], object]) -> Iterator[None]:
-    """Call ``note`` at the end with the peak of the bytes on ``device``, less those at the start.
+    """Log allocations inside; at the end, call ``note`` with their peak, less bytes at the start.
 
     It is also called if an exception is raised. The peak is 0 if a profiler is active.
 
@@ -196,7 +199,7 @@ _making_way: dict[AllocationLog, Callable[[], None]] = {}
 
 
 def _make_way() -> None:
-    """End the logs of this thread, also one that an interrupt has left without an owner."""
+    """End the logs of this thread that make way, also one that an interrupt left unowned."""
     for log, make_way in list(_making_way.items()):
         make_way()
         if log in _making_way and log.can_end:
@@ -218,7 +221,7 @@ _profiles = threading.Lock()
 
 
 def _let_profiles_begin() -> None:
-    """Let logs make way before a profile of the user begins, as long as there are logs."""
+    """Make a profile of the user end the logs of its thread when it begins, if there are any."""
     from torch.autograd import profiler  # noqa: PLC0415
 
     with _profiles:

@@ -29,7 +29,7 @@ def before_backward(outputs: Iterable[object], check: Callable[[object], None]) 
 def before_each_backward(outputs: object, call: Callable[[], None]) -> bool:
     """Call ``call`` before a backward continues from any of ``outputs``, in its thread.
 
-    Returns whether any of them has a gradient function.
+    Returns whether any of them has a gradient function, so that it can be called.
     """
     from torch.utils._pytree import tree_leaves  # noqa: PLC0415
 
@@ -41,13 +41,13 @@ def before_each_backward(outputs: object, call: Callable[[], None]) -> bool:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call ``call`` after the running backward has ended, which raises the errors of ``call``."""
+    """Call ``call`` when the running backward ends; ``backward()`` raises its errors."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
 
 
 def current_backward() -> int:
-    """Return the number of the backward that this thread runs; -1 outside of any."""
+    """Return the number that identifies the backward which this thread runs; -1 outside of any."""
     return int(torch._C._current_graph_task_id())
 
 
@@ -84,7 +84,7 @@ def next_nodes() -> list[Any]:
 
 
 def will_accumulate(node: Any) -> bool | None:
-    """Return whether the running backward accumulates into a leaf, given its node.
+    """Return whether the running backward accumulates a gradient into the leaf of ``node``.
 
     Returns ``None`` if it returns the gradient instead (``torch.autograd.grad``), or if none runs.
     """
@@ -97,7 +97,8 @@ def will_accumulate(node: Any) -> bool | None:
 def all_accumulate(nodes: Iterable[Any]) -> bool:
     """Return whether the running backward reaches all nodes, as it does unless inputs are named.
 
-    ``None`` among the nodes is ignored.
+    ``None`` among the nodes is ignored. Returns ``False`` if no backward runs, or if
+    ``torch.autograd.grad`` returns their gradients.
     """
     try:
         return all(map(torch._C._will_engine_execute_node, filter(None, nodes)))
@@ -106,7 +107,7 @@ def all_accumulate(nodes: Iterable[Any]) -> bool:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return how often each tensor was modified; -1 if that is not counted."""
+    """Return the version of each tensor, which counts writes to it; -1 for inference tensors."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # some are inference tensors

@@ -63,7 +63,7 @@ def user_lines(trace: str) -> list[SourceLine]:
 
 
 def described_lines(node: fx.Node) -> str:
-    """Return the user's lines that an operation comes from, each after a line break."""
+    """Return the user's lines that an operation comes from, as text; a line break precedes each."""
     return "".join(f"\n{line}" for line in user_lines(node.stack_trace or ""))
 
 
@@ -78,7 +78,7 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _user_frame() -> tuple[FrameType | None, int]:
-    """Return the frame of the user's innermost line, and its distance from the caller."""
+    """Return the frame of the user's innermost line, and its number of frames from the caller."""
     frame: FrameType | None = sys._getframe(1)
     installed: tuple[FrameType | None, int] = None, 1
     depth = 0

@@ -33,7 +33,10 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_shared(node: fx.Node) -> bool:
-    """Return whether other processes take part in ``node``: a group may be this process only."""
+    """Return whether ``node`` is a collective in which other processes take part.
+
+    It is not if its group is this process only.
+    """
     if not is_collective(node):
         return False
     group = group_of(awaited(node) if is_wait(node) else node)
@@ -44,7 +47,7 @@ def is_shared(node: fx.Node) -> bool:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Return whether ``node`` waits for a collective and returns its result."""
+    """Return whether ``node`` waits for a collective and returns that collective's result."""
     return is_collective(node) and _name(node.target) == "wait_tensor"
 
 
@@ -64,11 +67,10 @@ def group_of(node: fx.Node) -> str | None:
 
 
 def alone(target: Any) -> Any:
-    """Return a function that replaces a collective without communication.
+    """Return a function that does what this process does in a collective, without communication.
 
-    It returns tensors of the same sizes, and does the work that this process does in the
-    collective. Functions that are no collectives are returned as they are. Returns ``None`` if
-    there is no replacement.
+    It returns tensors of the same sizes. A ``target`` that is no collective is returned as it is.
+    Returns ``None`` if there is no replacement.
     """
     if getattr(target, "namespace", "") not in _NAMESPACES:
         return target
@@ -76,7 +78,7 @@ def alone(target: Any) -> Any:
 
 
 def ping_s(group_name: str, device: torch.device) -> tuple[float, float]:
-    """Measure the seconds of a collective without bytes, and the seconds per byte.
+    """Measure and return the seconds of a collective without bytes, and the seconds per byte.
 
     All processes of the group must call this function. The number of calls is always the same.
     """

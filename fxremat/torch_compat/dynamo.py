@@ -49,17 +49,26 @@ def _filter_logs() -> None:
 
 
 def _is_no_failed_metric(record: logging.LogRecord) -> bool:
-    """Drop an error that torch 2.11 logs if it cannot write down which functions it ignores."""
+    """Return whether a record is to be logged, as a filter.
+
+    That is not an error that torch 2.11 logs if it cannot write down which functions it ignores.
+    """
     return "logging compilation metrics" not in record.getMessage()
 
 
 def _is_no_wrong_shape(record: logging.LogRecord) -> bool:
-    """Drop records of shapes that do not fit, which are raised as errors anyway."""
+    """Return whether a record is to be logged, as a filter.
+
+    Those of shapes that do not fit are not, since they are raised as errors anyway.
+    """
     return "failed while attempting to run meta" not in record.getMessage()
 
 
 def _is_no_break(record: logging.LogRecord) -> bool:
-    """Drop records of graph breaks, which are reported otherwise; cut failures to one line."""
+    """Return whether a record is to be logged, as a filter; cut records of failures to one line.
+
+    Records of graph breaks are not, since graph breaks are reported otherwise.
+    """
     message = record.getMessage()
     if message.startswith("WON'T CONVERT") and record.exc_info:
         error = record.exc_info[1]
@@ -113,7 +122,7 @@ def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 def compile_function(
     function: Callable[..., Any], backend: Callable[..., Any], *, whole: bool, dynamic: bool
 ) -> Any:
-    """Compile ``function``, which is captured with :func:`capture_settings`.
+    """Return ``function`` compiled by Dynamo, which captures it with :func:`capture_settings`.
 
     Everything else in a call uses the user's settings. ``whole`` says that it must be captured as
     one graph, ``dynamic`` that sizes may become symbols.
@@ -141,9 +150,10 @@ class _Capturing:
 
 
 def break_of(module: object) -> str | None:
-    """Return why Dynamo ends the graph that it captures now, with the user's line.
+    """Return why Dynamo breaks the graph at its end, with the user's line.
 
-    Returns ``None`` if the graph is all of its function.
+    Returns ``None`` if the graph is all of its function. ``module`` is the graph that Dynamo passes
+    to a backend.
     """
     reason: Any = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
@@ -171,7 +181,7 @@ def caller_of_captured(package: str) -> tuple[str, bool]:
 
 
 def captured_separately(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` so that it is captured by itself, not as part of its caller."""
+    """Return a function that calls ``function`` and is captured by itself, not with its caller."""
 
     def captured(*args: Any, **kwargs: Any) -> Any:  # Dynamo skips forwards in torch's own files
         return function(*args, **kwargs)
@@ -185,7 +195,7 @@ def captured_separately(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def seen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` so that Dynamo captures it even if it is in one of torch's own files."""
+    """Return a function that calls ``function``, which Dynamo captures even in a file of torch."""
 
     def captured(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -194,7 +204,7 @@ def seen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_passed_by(module: torch.nn.Module) -> bool:
-    """Return whether Dynamo leaves calls of ``module`` to Python in a caller that is not captured.
+    """Return whether Dynamo does not capture ``module`` when code that is not captured calls it.
 
     Modules without children do not count: a plan for a single operation gains nothing.
     """
@@ -205,7 +215,7 @@ def is_passed_by(module: torch.nn.Module) -> bool:
 
 
 def not_wrapped(error: Exception) -> Exception:
-    """Make ``error`` an error of Dynamo, too, so that Dynamo raises it without wrapping it."""
+    """Make ``error`` also an error of Dynamo, which then raises it without wrapping; return it."""
     from torch._dynamo.exc import ShortenTraceback  # noqa: PLC0415
 
     kind = type(error)
@@ -238,7 +248,7 @@ def options_of(compiled: object, backend: Callable[..., Any]) -> Any:
 
 
 def results_of_captured(module: torch.fx.GraphModule) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that a graph of Dynamo returns, without data, at the captured sizes."""
+    """Return empty tensors like those that a graph of Dynamo returns, at the captured sizes."""
     (output,) = (node for node in module.graph.nodes if node.op == "output")
     values = (node.meta.get("example_value") for node in output.all_input_nodes)
     return tuple(
@@ -279,7 +289,7 @@ def sizes_vary(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield ``tensor``, and the tensors that it wraps."""
+    """Yield ``tensor``, and the tensors that it wraps if it is of a wrapper subclass."""
     yield tensor
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
@@ -291,17 +301,20 @@ _compiling = threading.local()
 
 
 def compiled_now() -> CodeType | None:
-    """Return the code that Dynamo compiles now in this thread."""
+    """Return the code object that Dynamo compiles now, or compiled last, in this thread.
+
+    Only code that is compiled for this package's backends counts; ``None`` if there was none.
+    """
     code: CodeType | None = getattr(_compiling, "code", None)
     return code
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How Dynamo treats code that is compiled for our backends.
+    """How Dynamo is to treat code that is compiled for this package's backends.
 
     Attributes:
-        ours: returns whether a backend is ours.
+        ours: returns whether a backend is one of this package.
         too_often: returns the error to raise if code may not be compiled again, given the backend,
             the name of the setting that limits it, and its value.
         as_it_is: returns whether code must not be compiled again for a backend. It then runs
@@ -317,7 +330,7 @@ class Rules:
 
 @cache
 def never_uncompiled(rules: Rules) -> None:
-    """Do not let code of our backends run eagerly if Dynamo may not compile it again.
+    """Make Dynamo apply ``rules`` where it would let code of this package's backends run eagerly.
 
     Dynamo runs code that was compiled too often eagerly, and only logs it. It also runs code that
     was once called under a ``TorchDispatchMode`` eagerly ever after, and says nothing. Code of
@@ -363,7 +376,7 @@ def _innermost(backend: Any) -> object:
 
 
 def _skipped_once() -> Any:
-    """Return the action by which Dynamo leaves one call, and its callees, to Python once."""
+    """Return what tells Dynamo to leave one call, and what it calls, to Python this time only."""
     from torch._dynamo import types  # noqa: PLC0415
 
     names = vars(types)
@@ -410,7 +423,7 @@ def capture_failures() -> tuple[type[Exception], ...]:
 
 
 def may_be_the_models(cause: BaseException) -> bool:
-    """Return whether an error of Dynamo may be one that the function raises itself."""
+    """Return whether an error of Dynamo may be one that the user's function raises itself."""
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError  # noqa: PLC0415
 
     if not isinstance(cause, TorchDynamoException) or isinstance(cause, TorchRuntimeError):
@@ -429,13 +442,13 @@ _OF_THE_MODEL = (
 
 
 def leading_to(error: BaseException) -> list[BaseException]:
-    """Return the exceptions that caused ``error``, including those that Dynamo has wrapped."""
+    """Return the cause and the context of ``error``, and the exception that it wraps, if any."""
     causes = error.__cause__, error.__context__, getattr(error, "inner_exception", None)
     return [cause for cause in causes if cause is not None]
 
 
 def failure_cause(error: BaseException) -> BaseException:
-    """Return the error inside those that Dynamo wraps errors of a backend in."""
+    """Return the error of a backend, without the errors in which Dynamo has wrapped it."""
     from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415
 
     while isinstance(error, BackendCompilerFailed):

@@ -55,7 +55,7 @@ def fake_tensor(
 ) -> torch.Tensor:
     """Return a tensor without data, with the dtype, the device and the fake mode of ``like``.
 
-    ``device`` replaces the device of ``like``, and need not exist.
+    ``device`` replaces the device of ``like``, and need not exist. ``offset`` counts elements.
     """
     from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
@@ -67,7 +67,7 @@ def fake_tensor(
 
 
 def fake_bytes_like(node: fx.Node, nbytes: int) -> torch.Tensor:
-    """Return bytes on the CPU without data, in the fake mode that traced ``node``."""
+    """Return a uint8 tensor on the CPU without data, in the fake mode that traced ``node``."""
     from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
 
     value = node.meta["val"]
@@ -103,10 +103,11 @@ def fake_copy(
 
 
 def fake_log(adopt: Callable[[Any], Any]) -> Any:
-    """Return a mode that tracks memory of tensors without data; ``peak_bytes`` is its peak.
+    """Return a dispatch mode that tracks the memory of tensors without data.
 
-    Storages count from the operation that makes them until they are freed. ``adopt`` returns what
-    replaces a tensor that has data, or is on ``meta``.
+    Its ``peak_bytes`` are the most bytes that existed at once. Storages count from the operation
+    that makes them until they are freed. ``adopt`` returns what replaces a tensor that has data, or
+    is on ``meta``.
     """
     from torch.utils._python_dispatch import TorchDispatchMode  # noqa: PLC0415
     from torch.utils._pytree import tree_leaves, tree_map  # noqa: PLC0415
@@ -134,7 +135,7 @@ def fake_log(adopt: Callable[[Any], Any]) -> Any:
 
 
 def data_dependent_errors() -> tuple[type[BaseException], ...]:
-    """Return the types of errors of calls without data whose shapes or branches depend on data."""
+    """Return the types of errors that fake tensors raise if shapes or branches depend on data."""
     from torch._subclasses.fake_tensor import (  # noqa: PLC0415
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -148,7 +149,7 @@ def data_dependent_errors() -> tuple[type[BaseException], ...]:
 
 @contextlib.contextmanager
 def without_shape_errors_logged() -> Iterator[None]:
-    """Do not log shapes that do not fit with a traceback: they are raised as errors anyway."""
+    """Log nothing inside for operations whose shapes do not fit: torch raises errors anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:

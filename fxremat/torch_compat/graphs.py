@@ -17,18 +17,18 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 
 def boxed(function: BoxedCallable) -> BoxedCallable:
-    """Mark ``function`` as taking its arguments in one list, which it may empty."""
+    """Mark ``function`` as taking its arguments in one list, which it may empty, and return it."""
     function._boxed_call = True  # type: ignore[attr-defined]
     return function
 
 
 def boxed_code(graph: fx.Graph) -> None:
-    """Let the code of ``graph`` take its arguments in one list, which it empties."""
+    """Make the code generated for ``graph`` take its arguments in one list, which it empties."""
     graph.set_codegen(_Code())
 
 
 class _Code(_BoxedCodeGen):
-    """Code that takes its arguments by one assignment, and has a global name for each operator.
+    """Generates code that takes its arguments by one assignment, and names operators globally.
 
     In a step of small operations, looking up an operator takes noticeable time: four lookups and a
     Python function.
@@ -61,7 +61,7 @@ def _taken_at_once(match: re.Match[str]) -> str:
 
 
 def graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """Return a module of ``graph`` whose code is generated on first use."""
+    """Return a module that runs ``graph``, whose code is generated on first use."""
     from torch.fx._lazy_graph_module import (  # noqa: PLC0415
         _make_graph_module,
         _use_lazy_graph_module,
@@ -111,9 +111,10 @@ _NUMBERS = ("Tensor", "Optional[Tensor]", "number", "Optional[number]")
 
 
 def without_parts(node: fx.Node, arguments: Any) -> Any:
-    """Return arguments of ``node``, by place or name, without integers that processes differ in.
+    """Return ``arguments`` of ``node`` with :data:`PART` in place of some integers.
 
-    These are numbers that it computes with, or that say which part of a tensor is taken.
+    These may differ between processes: they are numbers that it computes with, or that say which
+    part of a tensor is taken. ``arguments`` are a tuple, or a dictionary by name.
     """
 
     def replaced(value: object) -> object:

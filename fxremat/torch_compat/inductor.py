@@ -32,7 +32,7 @@ _REDUCTIONS = {"sum", "mean", "amax", "amin", "var_mean", "var", "prod", "any", 
 
 @functools.cache
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions of operations, except those that must stay whole."""
+    """Return Inductor's decompositions by operation, except for operations that must stay whole."""
     from torch._inductor import config  # noqa: PLC0415
     from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
 
@@ -84,7 +84,7 @@ Symbols = Mapping[str, Any]
 def compile_kernels(
     described: Callable[[Symbols], Described], device: torch.device, *, benchmarked: bool = True
 ) -> BoxedCallable:
-    """Return a function of one list of tensors, whose kernels Inductor makes.
+    """Return a function of a list of tensors that runs kernels which Inductor generates.
 
     Args:
         described: called without symbols; returns the operations and the layouts of their inputs.
@@ -104,7 +104,10 @@ def compile_for_sizes(
     *,
     benchmarked: bool = True,
 ) -> tuple[BoxedCallable, Callable[..., bool]]:
-    """Return a function of one list, of tensors and then sizes, and a test for valid sizes.
+    """Return a function of a list, of tensors and then sizes, and a test for valid sizes.
+
+    Inductor generates the kernels that the function runs. The test takes the sizes in the order of
+    ``hints``, and returns whether the kernels are valid for them.
 
     Args:
         described: called with symbols for the sizes.

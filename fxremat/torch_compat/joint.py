@@ -22,9 +22,13 @@ def aot_autograd_backend(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Return a Dynamo backend that passes the joint graph to ``partition``.
+    """Return a Dynamo backend that has AOTAutograd trace joint graphs, cut and compile them.
 
-    Operations in ``decompositions`` are decomposed when it is traced.
+    Args:
+        forward_compiler, backward_compiler, inference_compiler: return a function that runs a
+            graph: a forward, a backward, or one that is not differentiated.
+        partition: returns a forward and a backward graph, given a joint one.
+        decompositions: operations that are decomposed when the joint graph is traced.
     """
     from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415
 
@@ -42,7 +46,7 @@ def aot_autograd_backend(
 
 
 def as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Return what ``torch.compile(backend="aot_eager")`` runs for a graph of Dynamo."""
+    """Return a function that runs a graph of Dynamo like ``torch.compile(backend="aot_eager")``."""
     from torch._dynamo.backends.debugging import aot_eager  # noqa: PLC0415
 
     run: Callable[..., Any] = aot_eager(module, list(inputs))
@@ -50,7 +54,7 @@ def as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any
 
 
 def opaque_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` as one operation in Dynamo's graphs.
+    """Return ``function`` as one operation in Dynamo's graphs, which Dynamo does not trace into.
 
     AOTAutograd traces what it does, including hooks of tensors.
     """
@@ -77,7 +81,7 @@ def traced_tangent(output: torch.Tensor) -> torch.Tensor | None:
 
 
 def without_donated_buffers() -> contextlib.AbstractContextManager[Any]:
-    """Return a context without donated buffers, which would rule out ``retain_graph``."""
+    """Return a context in which no buffers are donated, which would rule out ``retain_graph``."""
     from torch._functorch import config  # noqa: PLC0415
 
     patched: contextlib.AbstractContextManager[Any] = config.patch(donated_buffer=False)
@@ -101,7 +105,10 @@ def is_backward_node(node: fx.Node) -> bool:
 
 
 def sequence_number(node: fx.Node) -> int | None:
-    """Return autograd's sequence number; a backward node has that of its forward operation."""
+    """Return autograd's sequence number of ``node``, which is also that of its backward nodes.
+
+    Returns ``None`` if it has none.
+    """
     number = node.meta.get("seq_nr")
     return number if isinstance(number, int) else None
 
@@ -127,7 +134,7 @@ _ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
 
 
 def module_path(node: fx.Node) -> str:
-    """Return the path of the module that runs an operation, or the one that it differentiates.
+    """Return the path of the module whose forward, or its differentiation, contains ``node``.
 
     It is empty where the graph does not have it.
     """
@@ -176,8 +183,8 @@ def mutated_primals(module: fx.GraphModule) -> list[int]:
 def primal_values(joint: fx.GraphModule, inputs: Sequence[object]) -> list[object]:
     """Return, for each primal, the input of the compiled function that it stands for.
 
-    That may be a part of an input, such as the local part of a ``DTensor``; ``None`` if it is
-    neither.
+    That may be a part of an input, such as the local part of a ``DTensor``. It is ``None`` for a
+    primal that stands for neither.
     """
     return [_value_of(n.meta.get("desc"), inputs) for n in _primals(joint)]
 
@@ -193,7 +200,7 @@ def _value_of(described: Any, inputs: Sequence[object]) -> object:
 
 
 def spread_results(joint: fx.GraphModule, *, forward_output_count: int) -> tuple[int, ...] | None:
-    """Change the graph so that its backward has a result for each primal.
+    """Change the graph in place so that its backward has a result for each primal.
 
     AOTAutograd has a single result for all parts of a tensor without a gradient, such as a nested
     tensor.
@@ -230,7 +237,10 @@ def spread_results(joint: fx.GraphModule, *, forward_output_count: int) -> tuple
 
 
 def _input_of(described: Any) -> int | None:
-    """Return the index of the input that a primal is, or is part of; ``None`` if there is none."""
+    """Return the index of the input that a primal is, or is part of; ``None`` if there is none.
+
+    ``described`` is AOTAutograd's descriptor of the primal.
+    """
     from torch._functorch._aot_autograd import descriptors  # noqa: PLC0415
 
     while isinstance(described, descriptors.SubclassGetAttrAOTInput):
@@ -239,7 +249,7 @@ def _input_of(described: Any) -> int | None:
 
 
 def differentiated_primals(joint: fx.GraphModule, *, forward_output_count: int) -> dict[int, int]:
-    """Return primals that get a gradient, each with its index among primals that are tensors."""
+    """Return the primals that get a gradient, each with its index among the tensor primals."""
     results = _results(joint)[forward_output_count:]
     differentiated: dict[int, int] = {}
     tensors = 0
@@ -251,9 +261,9 @@ def differentiated_primals(joint: fx.GraphModule, *, forward_output_count: int) 
 
 
 def passed_primals(joint: fx.GraphModule, *, forward_output_count: int) -> dict[int, int]:
-    """Return the backward's results that are inputs of the forward, by place, with their primals.
+    """Return the primals that the backward returns unchanged, by place among its results.
 
-    These are no gradients, but for instance the mesh of a ``DTensor``.
+    Such results are no gradients, but for instance the mesh of a ``DTensor``.
     """
     primals = _primals(joint)
     return {
@@ -270,11 +280,11 @@ def _is_tensor(node: fx.Node) -> bool:
 def stub_graphs(
     joint: fx.GraphModule, *, forward_output_count: int, places: Sequence[int]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return graphs that show AOTAutograd what goes in and out, and are never run.
+    """Return a forward and a backward graph that only show AOTAutograd what goes in and out.
 
-    The forward returns its outputs and a token, one number on the CPU, for all saved tensors. The
-    backward takes the token and the tangents, and returns the results at ``places``, which
-    :func:`spread_results` returned.
+    They are never run. The forward returns its outputs and a token, one number on the CPU, for all
+    saved tensors. The backward takes the token and the tangents, and returns the results at
+    ``places``, which :func:`spread_results` returned.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     results = _results(joint)

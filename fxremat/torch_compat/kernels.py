@@ -10,7 +10,7 @@ import torch
 
 
 def kernel_settings() -> dict[str, object]:
-    """Return the global settings that select kernels or change their results, by torch's names.
+    """Return torch's global settings that select kernels or change their results, by name.
 
     Not included are the choice of an attention, which is in the captured graph, and autotuning,
     which is off while emitted graphs run. Takes some 4 µs.
@@ -40,7 +40,7 @@ _PRECISIONS = (
 
 
 class without_autotuning:  # noqa: N801, a context manager; one of contextlib's takes a microsecond
-    """A context in which no algorithms are tried (``torch.backends.cudnn.benchmark``).
+    """A context in which cuDNN tries no algorithms (``torch.backends.cudnn.benchmark``).
 
     Autotuning takes workspaces of any size, again in each thread, and may choose another algorithm
     for a recomputation than for the first computation.
@@ -75,7 +75,7 @@ _CYCLES_PER_S = 2e9
 
 @functools.cache
 def out_variant(target: Any, device: str) -> tuple[Any, str] | None:
-    """Return the variant of an operator that writes its result to a tensor, and that argument.
+    """Return an operator's variant that writes to a given tensor, and the name of that argument.
 
     Returns ``None`` if there is none with a kernel for this type of device that writes directly.
     """

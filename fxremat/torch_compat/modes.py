@@ -11,7 +11,7 @@ import torch
 
 @contextlib.contextmanager
 def real_execution() -> Iterator[None]:
-    """Run operations on real data although a trace is active."""
+    """Run operations inside on real data although a trace is active."""
     from torch._dispatch.python import no_python_dispatcher  # noqa: PLC0415
     from torch.utils._python_dispatch import _disable_current_modes  # noqa: PLC0415
 

@@ -23,13 +23,13 @@ def call_instead(model: torch.nn.Module, call: Callable[..., Any] | None) -> Non
 
 
 def called_instead(model: torch.nn.Module) -> object:
-    """Return the function that runs in place of the model's own call; ``None`` if there is none."""
+    """Return the function that :func:`call_instead` has set for ``model``, or ``None``."""
     call: object = model._compiled_call_impl
     return call
 
 
 def own_call(model: torch.nn.Module) -> Callable[..., Any]:
-    """Return the forward of ``model`` with its hooks, without what runs in place of it."""
+    """Return the forward of ``model`` with its hooks, without what :func:`call_instead` has set."""
     call: Callable[..., Any] = model._call_impl
     return call
 
@@ -89,7 +89,10 @@ def wrapped_anew(wrapper: torch.nn.Module, run: Callable[..., Any]) -> torch.nn.
 
 
 def bucket_bytes() -> tuple[int, ...]:
-    """Return the bytes of parameters in the buckets of the active ``DistributedDataParallel``."""
+    """Return the bytes of each trainable parameter of the active ``DistributedDataParallel``.
+
+    It has them in its buckets. Returns none if no wrapper is active.
+    """
     wrapper = _data_parallel()
     active = None if wrapper is None else wrapper._get_active_ddp_module()
     if active is None:
@@ -99,7 +102,7 @@ def bucket_bytes() -> tuple[int, ...]:
 
 @functools.cache
 def _data_parallel() -> Any:
-    """Return ``DistributedDataParallel``, if this torch has it."""
+    """Return the class ``DistributedDataParallel``; ``None`` if this torch does not have it."""
     if not torch.distributed.is_available():
         return None
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
@@ -129,7 +132,7 @@ def around_optimizers(
 
 
 def step_unseen(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step that calls no hooks of optimizers and has no name in a profile.
+    """Run a step of ``optimizer`` that calls no hooks of optimizers and has no name in a profile.
 
     Hooks still run for steps of other threads.
     """
@@ -179,7 +182,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def late_bytes(model: torch.nn.Module) -> int:
-    """Return bytes of buffers of ``fully_shard`` that exist or not, depending on other processes.
+    """Return the bytes of buffers that ``fully_shard`` may hold late, depending on other processes.
 
     They are those of the largest group of parameters that is gathered at once, on a CPU several
     times.

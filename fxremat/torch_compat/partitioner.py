@@ -17,13 +17,13 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """A joint graph, and what may be saved of it for the backward.
+    """A joint graph that torch's partitioner cuts, and what may be saved of it for the backward.
 
     Attributes:
         forward: operations, in order, that do not depend on the gradients of the outputs.
-        required: those of them whose results the backward reads.
-        candidates: those whose results are either saved or computed again. All other results are
-            computed again where needed, or saved in place of several candidates.
+        required: operations of the forward whose results the backward reads.
+        candidates: operations whose results are either saved or computed again. All other results
+            are computed again where needed, or saved in place of several candidates.
         sizes: size of each candidate, as a share of the bytes that a budget of 1 saves besides the
             inputs.
         limit: limit on the total size of what is saved, as such a share.

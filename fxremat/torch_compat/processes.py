@@ -14,7 +14,7 @@ from torch import nn
 
 
 def has_processes() -> bool:
-    """Return whether a process group is initialized."""
+    """Return whether the default process group of ``torch.distributed`` is initialized."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized()
 
@@ -66,11 +66,14 @@ class SharedStore:
         self._store = torch.distributed.PrefixStore(prefix, base)  # type: ignore[attr-defined]
 
     def put(self, name: str, data: bytes) -> None:
-        """Publish ``data`` to the other processes."""
+        """Publish ``data`` to the other processes under ``name``."""
         self._store.set(name, data)  # type: ignore[arg-type]
 
     def get(self, name: str, timeout_s: float) -> bytes | None:
-        """Wait for the bytes that a process publishes; return ``None`` after the timeout."""
+        """Wait for the bytes that a process publishes under ``name``, and return them.
+
+        Returns ``None`` after ``timeout_s``.
+        """
         try:
             self._store.wait([name], timedelta(seconds=max(timeout_s, 0.001)))
             return bytes(self._store.get(name))
@@ -78,11 +81,11 @@ class SharedStore:
             return None
 
     def count(self, name: str, more: int = 1) -> int:
-        """Add ``more`` to a counter; return its new value."""
+        """Add ``more`` to the counter ``name``, which all processes share; return its new value."""
         return int(self._store.add(name, more))
 
     def drop(self, name: str) -> None:
-        """Delete an entry that no process needs any more."""
+        """Delete the entry ``name``, which no process needs any more."""
         try:
             self._store.delete_key(name)
         except RuntimeError:  # a store that cannot delete

@@ -87,7 +87,7 @@ def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> dict[i
 
 
 def meta_storage(nbytes: int) -> torch.UntypedStorage:
-    """Return a storage without data."""
+    """Return a storage of ``nbytes`` on ``meta``, without data."""
     return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
 
 
@@ -103,11 +103,11 @@ def reinterpreter() -> Callable[[torch.Tensor, Sequence[int], Sequence[int], int
 
 
 class StorageAlive:
-    """Whether the storage of a tensor is still held; it does not hold the storage itself.
+    """Is true as long as the storage of a tensor exists, which it does not keep alive itself.
 
     Attributes:
         nbytes: size of the storage.
-        key: its identity while it is held.
+        key: its identity while it exists.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

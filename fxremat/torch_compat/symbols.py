@@ -46,7 +46,10 @@ def symbol_hint(number: torch.SymInt, symbol: Any) -> int:
 
 
 def symbol_most(number: torch.SymInt, symbol: Any) -> int | None:
-    """Return the largest value of a symbol for which the capture is valid; ``None``: no limit."""
+    """Return the largest value of a symbol for which the capture is valid; ``None``: no limit.
+
+    ``symbol`` is in the expression of ``number``.
+    """
     upper = number.node.shape_env.var_to_range[symbol].upper
     return int(upper) if upper.is_Integer else None
 

@@ -30,7 +30,7 @@ from fxremat.torch_compat.fakes import is_fake
 
 @dataclass(frozen=True, slots=True)
 class UserLaunch:
-    """One launch in a graph.
+    """A node's launch of a Triton kernel that the user has written.
 
     Attributes:
         kernel: the result of Triton's decorators.
@@ -50,9 +50,9 @@ class UserLaunch:
 
 
 def user_launch(node: fx.Node) -> UserLaunch | None:
-    """Return the launch of ``node``, whose results are copies of the tensors that it writes to.
+    """Return the launch that ``node`` is; ``None`` if it is none.
 
-    Returns ``None`` if ``node`` is no launch.
+    The results of ``node`` are copies of the tensors that the kernel writes to.
     """
     if getattr(node.target, "__name__", None) != "triton_kernel_wrapper_functional":
         return None  # compared by name, because importing the operator takes time
@@ -76,7 +76,7 @@ def _kernel_table() -> Any:
 
 
 class KernelLauncher:
-    """Launches one kernel, which writes to the tensors that it is given.
+    """Launches a user's Triton kernel, which writes to the tensors that it is given.
 
     For the arguments see :class:`UserLaunch`.
     """
@@ -87,7 +87,7 @@ class KernelLauncher:
 
     @property
     def has_choices(self) -> bool:
-        """Whether Triton has chosen a configuration and still has it cached."""
+        """Whether Triton has cached a configuration that it has chosen for this kernel."""
         return any(getattr(kernel, "cache", ()) for kernel in _wrapped(self._kernel))
 
     def __call__(
@@ -111,7 +111,7 @@ class KernelLauncher:
 
 
 def kernel_name(kernel: Any) -> str:
-    """Return the name of the user's function."""
+    """Return the name of the user's function that Triton's decorators have made a kernel of."""
     *_, function = _wrapped(kernel)
     return str(getattr(function, "__name__", type(kernel).__name__))
 
@@ -148,7 +148,7 @@ _OF_TUNING = (
 
 
 def _text(value: Any) -> str:
-    """Return a value as text without addresses."""
+    """Return a value as text without addresses, which is equal in all processes."""
     if hasattr(value, "cache_key"):
         return str(value.cache_key)
     if isinstance(value, Mapping):
@@ -190,7 +190,7 @@ def _wrapped(kernel: Any) -> Iterator[Any]:
 
 
 def is_tuned(kernel: Any) -> bool:
-    """Return whether Triton tries several configurations at the first launch."""
+    """Return whether Triton tries several configurations of a kernel at its first launch."""
     return any(len(getattr(layer, "configs", ())) > 1 for layer in _wrapped(kernel))
 
 
@@ -225,7 +225,10 @@ operands."""
 
 
 def _is_ordered(function: str) -> bool:
-    """Return whether nothing that a function computes depends on the order of programs."""
+    """Return whether nothing that a kernel's function computes depends on the order of programs.
+
+    ``function`` is its text in Triton's intermediate representation.
+    """
     for result, kind, operation in _ATOMIC.findall(function):
         read = len(re.findall(rf"{re.escape(result)}(?![\w:#])", function)) > 1 if result else False
         if kind != "rmw" or operation not in _ANY_ORDER or read:
@@ -244,7 +247,7 @@ def clone_with_strides(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def without_launches() -> Iterator[None]:
-    """Launch no kernel for tensors without data, which would write to address 0.
+    """Make Triton launch no kernel inside for tensors without data, which would write to address 0.
 
     This affects launches by Triton itself. Launches with data, of any thread, run as usual.
     """
@@ -266,7 +269,7 @@ def without_launches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tunings() -> Iterator[list[str]]:
-    """Yield a list of the names of kernels that Triton tunes inside, in any thread.
+    """Yield a list that gets the names of the kernels that Triton tunes inside, in any thread.
 
     If Triton is loaded inside, the list is ``["triton"]`` instead.
     """
@@ -294,7 +297,7 @@ _lock, _tuning = threading.Lock(), threading.RLock()
 
 
 class _Withheld:
-    """Replaces Triton's launchers while launches without data are withheld."""
+    """Replaces Triton's launches of kernels by others that do nothing for tensors without data."""
 
     depth = 0
     _originals: tuple[tuple[Any, Any], ...] = ()

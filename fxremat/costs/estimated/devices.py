@@ -91,7 +91,7 @@ class Device:
 
     @property
     def workspaces_bytes(self) -> tuple[int, ...]:
-        """The sizes of the workspaces of the caller's thread and of autograd's thread, in bytes.
+        """Bytes of the libraries' workspaces of the caller's thread and of autograd's thread.
 
         They add up to ``library_bytes``.
         """
@@ -130,10 +130,10 @@ class Device:
 
     @staticmethod
     def calibrated(device: str | torch.device = "cpu") -> Device:
-        """Measure a device of this machine, in a few seconds.
+        """Return a device of this machine with figures that are measured, in a few seconds.
 
-        Figures that cannot be measured this way are those of the table: the bandwidth of the link,
-        and, on CUDA, the memory that libraries hold.
+        Two figures are not measured, but those of :data:`DEVICES`: the bandwidth of the link, and,
+        on CUDA, the memory that libraries hold.
 
         Args:
             device: ``"cpu"`` or ``"cuda"``.
@@ -150,10 +150,11 @@ class Device:
 
 
 def read_device(written: object) -> Device:
-    """Return a device, given as itself, by name, or by the path of a file that stores one.
+    """Return the device that a user has written as ``device=``.
 
-    A name is one of the table, possibly in the spelling of shops or drivers: ``"RTX 4090"``,
-    ``"A100 40GB"``, ``"H100 PCIe"``, ``"NVIDIA H100 80GB HBM3"``.
+    That is a :class:`Device`, the path of a file that :meth:`Device.save` wrote, or a name of
+    :data:`DEVICES`, possibly in the spelling of shops or drivers: ``"RTX 4090"``, ``"A100 40GB"``,
+    ``"H100 PCIe"``, ``"NVIDIA H100 80GB HBM3"``.
 
     Raises:
         ArgumentError: ``written`` is none of these.
@@ -178,7 +179,10 @@ _MAKERS = re.compile(r"^(nvidia|geforce|rtx|tesla|sxm\d?|hbm\d?e?)")
 
 
 def _named(written: str) -> Device | None:
-    """Return the device of the table with this name, in any spelling of shops or drivers."""
+    """Return the device of :data:`DEVICES` with this name; ``None`` if there is none.
+
+    The name may be in any spelling of shops or drivers.
+    """
     name, size = _name_and_size(written)
     for device in DEVICES.values():
         if name == _name_and_size(device.name)[0] and _has_memory_size(device, size):
@@ -187,14 +191,20 @@ def _named(written: str) -> Device | None:
 
 
 def _name_and_size(written: str) -> tuple[str, str | None]:
-    """Split ``"NVIDIA A100-SXM4-40GB"`` into ``"a100"`` and ``"40gb"``."""
+    """Split a name into board and memory size: ``"NVIDIA A100-SXM4-40GB"`` is ``("a100", "40gb")``.
+
+    The size is ``None`` if the name has none.
+    """
     words = [_MAKERS.sub("", word) for word in re.split(r"[\W_]+", written.lower())]
     size = next((word for word in words if re.fullmatch(r"\d+gi?b", word)), None)
     return "".join(word for word in words if word != size), size
 
 
 def _has_memory_size(device: Device, size: str | None) -> bool:
-    """Return whether a device's memory is sold as ``size``; drivers report up to a tenth less."""
+    """Return whether the memory of ``device`` is sold as ``size``, such as ``"40gb"``.
+
+    Drivers report up to a tenth less. ``None`` stands for any size.
+    """
     if size is None or device.memory_bytes is None:
         return size is None
     sold_bytes = int(size.rstrip("gib")) << 30
@@ -211,7 +221,7 @@ def _gpu(
     hopper: bool = False,
     bfloat16: bool = True,
 ) -> Device:
-    """Return a GPU of the table.
+    """Return a GPU as an entry of :data:`DEVICES`, in the units of data sheets.
 
     Args:
         name: name in the table.
@@ -285,7 +295,7 @@ _RUNS = 5
 
 
 def _measured(device: torch.device) -> Device:
-    """Measure memory, products and launches of a device of this machine."""
+    """Return a device of this machine, with measured bandwidth, matrix products and launches."""
     bases = {"cpu": DEVICES["cpu"], "cuda": DEVICES["A100"]}
     base = bases[device.type]
     source = torch.ones(_COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
@@ -319,6 +329,6 @@ def _measured(device: torch.device) -> Device:
 
 
 def _warm_s(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest of a few runs, after one that is not counted."""
+    """Return the seconds of the fastest of a few runs of ``run``, after one that is not counted."""
     run()
     return min(seconds_of(run, device=device) for _ in range(_RUNS))

@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 
 def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
-    """Estimate the costs of ``line`` on ``device`` without running anything."""
+    """Return ``line`` with seconds and bytes estimated for ``device``, without running anything."""
     seconds = operation_seconds(line.joint, device)
     order = line.order
 
@@ -61,7 +61,7 @@ def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
 
 
 def operation_seconds(joint: JointGraph, device: Device) -> Floats:
-    """Return the seconds of each node, by index; 0 for a node that computes nothing."""
+    """Return the estimated seconds of each node, by index; 0 for a node that computes nothing."""
     works = Works(joint)
     work = works.at(joint.sizes.hints)
     flop_s = np.array([device.flop_s(_dtype_of(node)) for node in joint.module.graph.nodes])
@@ -73,18 +73,21 @@ def operation_seconds(joint: JointGraph, device: Device) -> Floats:
 
 
 def _calls(node: fx.Node, sizes: Mapping[str, int]) -> int:
-    """Return the number of operations that a node runs."""
+    """Return how many operations a node launches: those of a run in parts once per part, else 1."""
     run = node.target
     return run.count(sizes) * len(run.whole) if isinstance(run, Parts) else 1
 
 
 def _working_bytes(node: fx.Node) -> int:
-    """Return the known bytes of a node's workspace."""
+    """Return the bytes of a node's workspace: those of one part if it runs in parts, else 0."""
     return node.target.part_bytes if isinstance(node.target, Parts) else 0
 
 
 def _dtype_of(node: fx.Node) -> str:
-    """Return the dtype that a product computes with: that of the first tensor it reads."""
+    """Return the name of the dtype in which a node multiplies matrices, or ``"tf32"``.
+
+    It is the dtype of the first floating-point tensor that the node reads.
+    """
     sources = (t.dtype for n in node.all_input_nodes for t in tensors_of(n))
     dtype = next((dtype for dtype in sources if dtype.is_floating_point), torch.float32)
     if dtype is torch.float32 and _uses_tf32(node):
@@ -93,14 +96,14 @@ def _dtype_of(node: fx.Node) -> str:
 
 
 def _uses_tf32(node: fx.Node) -> bool:
-    """Return whether torch allows a GPU to compute float32 products in TF32."""
+    """Return whether torch allows a GPU to compute ``node``, a float32 product, in TF32."""
     if node.target in CONVOLUTIONS:
         return torch.backends.cudnn.allow_tf32
     return torch.get_float32_matmul_precision() != "highest"
 
 
 def _result_bytes(joint: JointGraph) -> tuple[int, ...]:
-    """Return the bytes of each storage, as allocated by kernels."""
+    """Return the bytes of each storage, by index: as traced, or more if a kernel allocates more."""
     table = joint.storages
     sizes = list(table.nbytes)
     for node in joint.module.graph.nodes:
@@ -112,7 +115,7 @@ def _result_bytes(joint: JointGraph) -> tuple[int, ...]:
 
 
 def _made_bytes(node: fx.Node, table: StorageTable) -> int:
-    """Return the bytes that a kernel is known to allocate for its result; 0 if as traced."""
+    """Return the bytes that the kernel of ``node`` allocates for its result; 0 if as traced."""
     if node.target in REDUCED:  # the mean is in the storage of the terms
         shapes = [t.shape for n in node.all_input_nodes[:2] for t in tensors_of(n)]
         (result,) = tensors_of(node)
@@ -152,7 +155,7 @@ PRODUCTS: frozenset[object] = frozenset((aten.mm.default, aten.addmm.default, at
 
 
 def aside_bytes(joint: JointGraph) -> int:
-    """Return the bytes to set aside for workspaces.
+    """Return the bytes to set aside for workspaces throughout a step, since a trace has none.
 
     These are the bytes that the largest operation with a workspace reads and makes. In the tests'
     zoo on a CPU all operations need less, except for convolutions of a few kilobytes.

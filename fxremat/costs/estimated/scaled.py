@@ -69,7 +69,7 @@ CALL_S = 1e-6
 
 
 class ScaledCosts:
-    """Costs of a line at any size.
+    """Costs of a line at any size, scaled from those that were measured at the size of the capture.
 
     Args:
         line: the stages at the size of the capture.
@@ -106,7 +106,7 @@ class ScaledCosts:
         self._larger_bytes = np.where(measured > traced, measured, 0).astype(float)
 
     def at(self, values: Values) -> RecordedCosts:
-        """Return the costs for the symbols' ``values``, as measured if these are the capture's."""
+        """Return the costs at the sizes ``values``; at the sizes of the capture, those measured."""
         costs = self._costs
         if values == self._hints:
             return costs
@@ -133,9 +133,13 @@ class ScaledCosts:
         )
 
     def _storage_bytes(self, values: Values, work: Work, growth: Floats) -> tuple[int, ...]:
-        """Return the bytes of each storage.
+        """Return the bytes of each storage, by index, at the sizes ``values``.
 
         A storage that was measured larger than its trace is larger at this size too.
+
+        Args:
+            work: the work of each node at these sizes.
+            growth: by which factor each node's work has grown since the capture, at least 1.
         """
         shrunk = np.minimum(ratio(work.nbytes, self._work.nbytes), 1)
         factor = np.where(growth > 1, growth, shrunk)[self._makers]
@@ -143,7 +147,10 @@ class ScaledCosts:
         return tuple(np.ceil(sizes).astype(np.int64).tolist())
 
     def _dropped_at(self, values: Values) -> Indices:
-        """Return the bytes that each node computes and drops, but its parts do not compute."""
+        """Return, for each node by index, the bytes of results that it computes again and drops.
+
+        These are at the sizes ``values``. See :func:`_dropped_bytes`.
+        """
         nbytes = self._dropped(values)
         dropped = np.zeros_like(self._steady, dtype=np.int64)
         np.add.at(dropped, self._droppers, -(-nbytes // self._granule) * self._granule)
@@ -155,12 +162,17 @@ class ScaledCosts:
         return rounded
 
     def _modelled_s(self, work: Work) -> Floats:
-        """Return the seconds of each node according to the fitted rates."""
+        """Return the seconds of each node, by index, according to the rates of :func:`rates_of`."""
         call_s, byte_s, flop_s = self._rates
         return call_s + byte_s * work.nbytes + flop_s * work.flops
 
     def _sums(self, model_s: Floats, again_s: Floats) -> Floats:
-        """Return the seconds of the operations of each stage's forward, rebuild and backward."""
+        """Return the seconds of each stage's forward, rebuild and backward, summed over operations.
+
+        Args:
+            model_s: seconds of each node according to the rates.
+            again_s: seconds of the nodes that were measured by themselves, which replace these.
+        """
         each = model_s.copy()
         each[self._again] = again_s
         sums: Floats = np.zeros_like(self._stages_s)
@@ -197,9 +209,12 @@ def rates_of(nbytes: Floats, flops: Floats, seconds: Floats) -> tuple[float, flo
 
 
 def _operations(line: Line, blocks: BlockCache) -> tuple[Indices, Indices]:
-    """Return, for each operation of a stage's forward, rebuild or backward, its block and its node.
+    """Return an entry for each operation that a block runs: the indices of block and node.
 
-    Blocks are numbered in order, three for each stage.
+    Blocks are numbered in order, three for each stage: forward, rebuild and backward.
+
+    Returns:
+        Indices of blocks, and indices of nodes, in two arrays of equal length.
     """
     three = (b for index in range(len(line.stages)) for b in stage_blocks(line, blocks, index))
     pairs = [(i, line.order[n]) for i, b in enumerate(three) for n in b.operations]
@@ -215,10 +230,10 @@ def with_workspaces(
     *,
     note: Note = unnoted,
 ) -> RecordedCosts:
-    """Measure the workspaces that cannot be scaled: of convolutions, units and some parts.
+    """Measure the workspaces that cannot be scaled: of convolutions, units and some runs in parts.
 
-    That takes as long as running each distinct one, and generating the kernels of units at their
-    first other size.
+    That takes as long as running each distinct operation, and generating the kernels of units at
+    their first other size.
 
     Args:
         costs: costs scaled to ``values``.
@@ -270,7 +285,7 @@ def with_workspaces(
 
 
 class _SingleOperations:
-    """Runs operations of a line by themselves, with made-up values."""
+    """Runs operations of a line by themselves, with made-up values, to measure their workspaces."""
 
     def __init__(self, line: Line, cache: CostCache) -> None:
         device = line.joint.device
@@ -281,11 +296,11 @@ class _SingleOperations:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most bytes that were held at once."""
+        """Most bytes that running operations has held at once."""
         return max(self._first.peak_bytes, self._operations.peak_bytes)
 
     def block(self, node: fx.Node, mode: Mode) -> tuple[Block, Key]:
-        """Return a block of a single operation, and the operation's key."""
+        """Return a block that runs only ``node``, and the key of its measurements in the cache."""
         inputs = tuple(node.all_input_nodes)
         reads = self._line.joint.storages.of(inputs)
         block = Block(self._line.stage_of[node], mode, (node,), inputs, (), reads)
@@ -293,9 +308,12 @@ class _SingleOperations:
         return block, key
 
     def workspace_bytes(self, block: Block, key: Key) -> int:
-        """Return the workspace of a single operation, running it if it is not in the cache.
+        """Return the bytes of an operation's workspace, running it if they are not in the cache.
 
         A unit runs twice: generating its kernels takes memory, but only at the first run.
+
+        Args:
+            block, key: as :meth:`block` returns them.
         """
         if key not in self._cache.workspace_bytes:
             values = self._values.of(block.inputs)
@@ -308,7 +326,13 @@ class _SingleOperations:
 def _resized(
     costs: RecordedCosts, workspaces: Sequence[tuple[int, str, int]]
 ) -> tuple[tuple[int, str, tuple[Request, ...]], ...]:
-    """Scale the pieces of requested workspaces in proportion to the sizes in ``workspaces``."""
+    """Return the allocator requests of ``costs`` with their workspaces resized.
+
+    Args:
+        costs: costs with the requests and the workspaces to which these belong.
+        workspaces: index of a node, mode and new bytes of its workspace. Requests for pieces of it
+            change in proportion.
+    """
     before = {(i, mode): nbytes for i, mode, nbytes in costs.workspace_bytes}
     now = {(i, mode): nbytes for i, mode, nbytes in workspaces}
 
@@ -323,13 +347,13 @@ def _resized(
 
 
 def _is_measured(node: fx.Node) -> bool:
-    """Return whether only a comparison can show that an operation in parts keeps its bits."""
+    """Return whether only a comparison can show that ``node``, a run in parts, keeps its bits."""
     parts = parts_of(node)
     return parts is not None and parts.exact and not parts.certain
 
 
 def _keeps_bits(node: fx.Node, cache: CostCache, note: Note) -> bool:
-    """Compare an operation in parts with the whole, and have it use parts only if bits are kept."""
+    """Return whether a run gives the same bits in parts as at once; if not, it stays whole."""
     parts = parts_of(node)
     assert parts is not None
     count = len(parts.inputs)
@@ -342,7 +366,7 @@ def _keeps_bits(node: fx.Node, cache: CostCache, note: Note) -> bool:
 
 
 def _is_steady(node: fx.Node) -> bool:
-    """Return whether the parts of a node are alike at all sizes, so that its workspace scales.
+    """Return whether ``node`` runs in parts that are alike at all sizes: its workspace scales.
 
     Two parts of full size must have been measured, since the first runs before the results are
     allocated.
@@ -355,9 +379,9 @@ def _is_steady(node: fx.Node) -> bool:
 
 
 def _dropped_bytes(node: fx.Node) -> list[int]:
-    """Return the bytes of each result with rows that ``node`` computes again and drops.
+    """Return the bytes of each result that :class:`EarlyGradients` computes again and drops.
 
-    They may be symbolic.
+    Only results that have rows count. The bytes may be symbolic. Other nodes drop none.
     """
     if not isinstance(node.target, EarlyGradients):
         return []
@@ -379,7 +403,7 @@ def _unit_of(block: Block) -> tuple[Unit, tuple[int, ...]] | None:
 
 
 def _is_lawless(node: fx.Node) -> bool:
-    """Return whether an operation's workspace at other sizes cannot be derived."""
+    """Return whether an operation's workspace at other sizes must be measured, not scaled."""
     if parts_of(node) is not None:
         return not _is_steady(node)
     return node.target in _CONVOLUTIONS or isinstance(node.target, Unit) or is_tuned(node)

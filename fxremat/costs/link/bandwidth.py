@@ -54,11 +54,11 @@ def measure_link(
     host_dir: str | os.PathLike[str] | None = None,
     host_limit_bytes: int | None = None,
 ) -> MeasuredLink:
-    """Measure the link between ``device`` and host memory, once per process, device and folder.
+    """Measure transfers between ``device`` and host memory: speed, and how they slow computations.
 
-    The figures are medians over a few rounds, in each of which every kind of transfer is run once.
-    They use memory that was used before, like that of a training step. This takes less than a
-    second on a CPU that has nothing else to do.
+    This is done once per :func:`link_key` in a process. The figures are medians over a few rounds,
+    in each of which every kind of transfer is run once. They use memory that was used before, like
+    that of a training step. This takes less than a second on a CPU that has nothing else to do.
 
     Args:
         device: the device.
@@ -80,7 +80,7 @@ def link_key(
     host_dir: str | os.PathLike[str] | None = None,
     host_limit_bytes: int | None = None,
 ) -> LinkKey:
-    """Return the key under which :func:`measure_link` caches its figures."""
+    """Return the key under which :func:`measure_link` caches its figures for these arguments."""
     device = torch.device(device)
     if device.type == "cuda":
         index: int | None = device.index
@@ -89,12 +89,12 @@ def link_key(
 
 
 def record_link(key: LinkKey, link: MeasuredLink) -> None:
-    """Use ``link`` as if it had been measured under ``key``."""
+    """Let :func:`measure_link` return ``link`` for ``key``, as if it had been measured."""
     _links[key] = link
 
 
 def pieces_of(device: torch.device, host_limit_bytes: int | None) -> tuple[int, int]:
-    """Return the size in bytes and the number of the pieces that fit into the memory available.
+    """Return the bytes and the number of the pieces to move, which fit into the memory available.
 
     As many pieces are offloaded as are prefetched. Sizes are powers of two, so that a slightly
     different amount of memory does not require a new measurement.
@@ -135,7 +135,7 @@ def _measure(device: torch.device, folder: str, piece_bytes: int, pieces: int) -
 
 
 class _Bench:
-    """Measures moving pieces of device memory, and computing with and without transfers."""
+    """Times transfers of pieces of device memory, and computations with and without transfers."""
 
     def __init__(self, device: torch.device, folder: str, piece_bytes: int, pieces: int) -> None:
         self.nbytes = pieces * piece_bytes
@@ -158,7 +158,7 @@ class _Bench:
 
     @property
     def runs(self) -> tuple[Callable[[], float], ...]:
-        """Return the measurements.
+        """The methods that measure something; each runs it once and returns its seconds.
 
         They are not stored in an attribute, which would form a reference cycle that keeps memory
         alive.
@@ -169,12 +169,16 @@ class _Bench:
         )  # fmt: skip
 
     def offload(self) -> float:
+        """Return the seconds of offloading all pieces."""
         return self._seconds(lambda: self._offload_all(self._out))
 
     def prefetch(self) -> float:
+        """Return the seconds of prefetching all pieces."""
         return self._seconds(lambda: self._wait(self._prefetch(self._out, self.nbytes)))
 
     def both(self) -> float:
+        """Return the seconds of offloading all pieces and prefetching as many at the same time."""
+
         def run() -> None:
             self._offload(self._out, 0)
             coming = self._prefetch(self._out, self.nbytes)
@@ -184,6 +188,7 @@ class _Bench:
         return self._seconds(run)
 
     def compute(self) -> float:
+        """Return the seconds of computing without transfers."""
         return self._seconds(self._work)
 
     def compute_during_transfers(self) -> float:
@@ -197,10 +202,12 @@ class _Bench:
         return seconds
 
     def offload_calls(self) -> float:
-        """Return the seconds per offload of many small ones, each of which the thread waits for."""
+        """Return the seconds of one small offload and the wait for it, as a mean of many."""
         return self._seconds(lambda: self._offload_all(self._small)) / len(self._small)
 
     def prefetch_calls(self) -> float:
+        """Return the seconds of one small prefetch and the wait for it, as a mean of many."""
+
         def run() -> None:
             for fresh in self._prefetch(self._small, 0):
                 transfer.wait(fresh)
@@ -246,6 +253,6 @@ class _Bench:
         return time.perf_counter() - begin_s
 
     def _end(self) -> None:
-        """On CUDA, wait for the current stream, which waits for the other streams where it must."""
+        """On CUDA, wait for the current stream, which itself waits for the streams of transfers."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

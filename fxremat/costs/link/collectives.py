@@ -30,7 +30,10 @@ Speeds = Mapping[str, tuple[float, float]]
 
 
 def speeds_of(line: Line, device: torch.device) -> dict[str, tuple[float, float]]:
-    """Measure the process groups of a graph, in its order. All processes must call this."""
+    """Return, for each process group of a graph, the seconds of a message and of each of its bytes.
+
+    They are measured in the order of the graph, and all processes must call this.
+    """
     groups = dict.fromkeys(map(torch_compat.group_of, line.joint.module.graph.nodes))
     return {name: torch_compat.ping_s(name, device) for name in groups if name is not None}
 
@@ -38,7 +41,7 @@ def speeds_of(line: Line, device: torch.device) -> dict[str, tuple[float, float]
 def with_collectives(
     costs: RecordedCosts, line: Line, blocks: BlockCache, speeds: Speeds
 ) -> RecordedCosts:
-    """Add the seconds of messages to costs that were measured by this process only."""
+    """Return ``costs``, measured without other processes, plus the seconds of messages."""
 
     def total_message_s(block: Block) -> float:
         return sum(_message_s(node, speeds) for node in block.nodes)
@@ -57,7 +60,10 @@ def with_collectives(
 
 
 def late_bytes(line: Line, device: torch.device) -> int:
-    """Return the bytes of buffers that a CPU's process group may hold longer than the graph."""
+    """Return the bytes of buffers that a CPU's process group may hold longer than the graph.
+
+    Returns 0 for other devices.
+    """
     if device.type != "cpu":
         return 0
     collectives = (n for n in line.joint.module.graph.nodes if torch_compat.group_of(n))

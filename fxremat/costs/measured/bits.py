@@ -53,7 +53,7 @@ def other_bits(
     cache: CostCache,
     note: Note = unnoted,
 ) -> Changed:
-    """Return which results of a run in parts differ from those at once.
+    """Return which results of a run have other bits if it is computed in parts instead of at once.
 
     The run is compared as it is emitted: with random numbers, and with some that are zeros of
     either sign, infinite or NaN. A single operation is compared with random numbers several times,
@@ -97,7 +97,10 @@ def other_bits(
 def _compare(
     parts: Parts, given: Sequence[torch.Tensor], sizes: tuple[int, ...], cache: CostCache
 ) -> Changed:
-    """Compare a run in parts with the run at once several times, and return what differs in any."""
+    """Return what differs, in any of several comparisons, between a run in parts and at once.
+
+    Other formulas of its witnesses are looked for first, then other bits of its results.
+    """
     witnesses = frozenset(
         i
         for i, witness in enumerate(parts.witnesses)
@@ -131,7 +134,7 @@ def _compare(
 def _whole_and_parts(
     parts: Parts, args: Sequence[Any]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of the results of a run, computed at once and in parts."""
+    """Yield, for each result of a run, the tensor computed at once and that computed in parts."""
     whole, changed = (parts.run(args, part_rows=rows) for rows in (None, parts.part_rows))
     return zip(listed(whole), listed(changed), strict=True)
 
@@ -143,7 +146,14 @@ def _uses_other_formula(
     sizes: tuple[int, ...],
     cache: CostCache,
 ) -> bool:
-    """Return whether a pointwise operation may compute a number in parts by another formula."""
+    """Return whether a pointwise operation may use another formula in parts than at once.
+
+    It also may if its kernel refuses the numbers that would show it.
+
+    Args:
+        witness: the operation, with the run up to it.
+        parts, given, sizes: see :func:`other_bits`.
+    """
     named = dict(zip(parts.hints, sizes, strict=True))
     its_sizes = [named[name] for name in witness.parts.hints]
     contrasting = contrasts(witness.node, cache)
@@ -160,7 +170,16 @@ def _uses_other_formula(
 def _made_up(
     parts: Parts, place: int, tensor: torch.Tensor, fill: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return a tensor that ``fill`` makes, or made-up integers: 0 where they are indices."""
+    """Return made-up values, laid out as ``tensor``: those of ``fill``, or integers.
+
+    Integers are 0 where they are indices.
+
+    Args:
+        parts: the run that takes the tensor.
+        place: index of the tensor among the run's inputs.
+        tensor: a tensor with the layout.
+        fill: returns floating-point numbers or masks, laid out as its argument.
+    """
     if not is_integer(tensor):
         return fill(tensor)
     least = int(place not in parts.integers.indices)
@@ -184,13 +203,13 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _drawn(tensor: torch.Tensor) -> torch.Tensor:
-    """Return random numbers for a tensor's storage, at most ``DRAWN``."""
+    """Return as many random numbers as the storage of ``tensor`` has, at most ``DRAWN``."""
     count = min(DRAWN, _storage_numbers(tensor))
     return made_up(torch.empty(count, dtype=tensor.dtype, device=tensor.device))
 
 
 def _repeated(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Repeat ``numbers`` through a storage, and return a tensor in it laid out as ``tensor``."""
+    """Return a tensor laid out as ``tensor``, in a storage that repeats ``numbers``."""
     count = _storage_numbers(tensor)
     if count > len(numbers):
         numbers = numbers.repeat(-(-count // len(numbers)))
@@ -202,7 +221,10 @@ def _storage_numbers(tensor: torch.Tensor) -> int:
 
 
 def comparisons(given: Sequence[torch.Tensor], results: int = 0) -> int:
-    """Return how often a run of ``given`` tensors that computes ``results`` numbers is compared."""
+    """Return how many times to compare a run that takes ``given`` and computes ``results`` numbers.
+
+    ``results`` of 0 stands for an unknown count.
+    """
     numbers = sum(tensor.numel() for tensor in given)
     if results:
         numbers = min(numbers, SHOWN_BY * results)
@@ -211,6 +233,6 @@ def comparisons(given: Sequence[torch.Tensor], results: int = 0) -> int:
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Return entries of a tensor at equal distances."""
+    """Return at least ``SOME`` entries of a tensor at equal distances; all if it has fewer."""
     flat = tensor.flatten()
     return flat[:: max(1, len(flat) // SOME)]

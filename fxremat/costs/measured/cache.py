@@ -16,7 +16,7 @@ from fxremat.passes.stages.block import Key
 
 @dataclass(slots=True)
 class CostCache:
-    """Measurements by signature, so that nothing is measured twice.
+    """Measured bytes, seconds and results by key, so that nothing is measured twice.
 
     One cache serves all models of a process, so plans of one model for several budgets are based on
     the same figures. It is valid for one combination of the settings that affect the choice of
@@ -58,10 +58,10 @@ THREADS = "torch.get_num_threads"
 
 
 def measuring_settings() -> dict[str, object]:
-    """Return all settings of the process that measurements depend on, by name."""
+    """Return the settings of the process on which measured bytes and seconds depend, by name."""
     return {THREADS: torch.get_num_threads(), **torch_compat.kernel_settings()}
 
 
 def cost_cache() -> CostCache:
-    """Return the measurements under the current settings."""
+    """Return the cache of this process for measurements under its current settings."""
     return COSTS[tuple(measuring_settings().items())]

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class CausalMasks:
-    """Detects masks that ``is_causal`` can replace.
+    """Detects attention masks that ``is_causal=True`` can replace.
 
     Args:
         cache: results of former calls. New ones are added.
@@ -70,12 +70,15 @@ class CausalMasks:
         return self._cache.causal[key]
 
     def _note(self, held: HeldBytes, value: object) -> None:
-        """Count a further value that is held."""
+        """Count the bytes of ``value`` as held, and update ``measuring_bytes``."""
         held.add(value)
         self.measuring_bytes = max(self.measuring_bytes, held.nbytes)
 
     def _is_causal(self, nodes: Sequence[fx.Node]) -> bool:
-        """Return whether the last node is a causal mask, freeing values after their last reader."""
+        """Run ``nodes``, and return whether the value of the last one is a causal mask.
+
+        Other values are freed after their last reader.
+        """
         last_reader = {source: node for node in nodes for source in node.all_input_nodes}
         values: dict[fx.Node, Any] = {}
         held = HeldBytes(CPU)
@@ -96,9 +99,12 @@ class CausalMasks:
         return all(torch.equal(each, causal) for each in mask.reshape(-1, queries, keys))
 
     def _is_same(self, node: fx.Node) -> bool:
-        """Return whether an operation gives the same bits with a causal mask as with ``is_causal``.
+        """Return whether an attention gives the same bits with a causal mask as with ``is_causal``.
 
-        The causal mask has the layout of the operation's mask.
+        The causal mask has the layout of the attention's mask.
+
+        Args:
+            node: the attention, or its backward.
         """
         traced = _traced(node.args)
         tensors = [value for value in traced if isinstance(value, torch.Tensor)]
@@ -122,18 +128,21 @@ class CausalMasks:
 
 
 def _traced(values: Sequence[Any]) -> list[Any]:
-    """Return ``values`` with nodes replaced by their traced values."""
+    """Return ``values`` with each node replaced by the value that it was traced with."""
     return [value.meta["val"] if isinstance(value, fx.Node) else value for value in values]
 
 
 def _key(node: fx.Node) -> Key:
-    """Return everything that the kernel of ``node`` depends on."""
+    """Return a cache key: the operation of ``node``, and layouts and values of its arguments."""
     values = _traced([*node.args, *node.kwargs.values()])
     return (str(node.target), *node.kwargs, *map(tensor_key, values))
 
 
 def _sources(mask: fx.Node) -> list[fx.Node] | None:
-    """Return ``mask`` and its inputs, in graph order; ``None`` if any of them may change."""
+    """Return ``mask`` and all nodes that it is computed from, in graph order.
+
+    Returns ``None`` if the value of any of them may change.
+    """
     waiting, sources = [mask], set[fx.Node]()
     while waiting:
         node = waiting.pop()
@@ -163,7 +172,7 @@ def _is_fixed(node: fx.Node) -> bool:
 
 
 def _written(nodes: Sequence[fx.Node]) -> Key:
-    """Return the computation of nodes as text that does not depend on their names."""
+    """Return the calls of ``nodes`` as text that does not depend on the names of nodes."""
     label = {node: f"%{index}" for index, node in enumerate(nodes)}
     return tuple(
         f"{node.target} {fx.map_arg((node.args, node.kwargs), label.__getitem__)}" for node in nodes
@@ -171,7 +180,7 @@ def _written(nodes: Sequence[fx.Node]) -> Key:
 
 
 def _not_expanded(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask without its repetitions for items and heads."""
+    """Return a mask with one entry for each batch or head dimension over which it is expanded."""
     for dim, stride in enumerate(mask.stride()[:-2]):
         if stride == 0:
             mask = mask.narrow(dim, 0, 1)
@@ -179,7 +188,10 @@ def _not_expanded(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _causal_like(mask: torch.Tensor) -> torch.Tensor:
-    """Return the causal mask of the same dtype, for as many queries and keys."""
+    """Return a causal mask with the dtype of ``mask``, for as many queries and keys.
+
+    It is Boolean, or has 0 where a key is visible and negative infinity elsewhere.
+    """
     visible = torch.ones(mask.shape[-2:], dtype=torch.bool).tril_()
     if mask.dtype is torch.bool:
         return visible

@@ -31,7 +31,7 @@ Numbers = list[torch.Tensor]
 
 
 def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers] | None:
-    """Find numbers whose values differ between the formulas of a pointwise operation's kernel.
+    """Return numbers for which the formulas of a pointwise kernel give different results.
 
     A kernel may use one formula for numbers that fill a vector, another for numbers that it
     computes one by one, and others where a tensor has a single number. Candidates for a
@@ -43,9 +43,9 @@ def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers] | None:
         cache: results of former calls. A new one is added.
 
     Returns:
-        Numbers for each formula whose values differ from those of the vector formula. It is empty
-        where the kernel computes all candidates alike or is not a CPU's, and ``None`` where the
-        kernel refuses the candidates, so that nothing is known.
+        For each formula that differs from the vector formula, numbers for which it does. The list
+        is empty where the kernel computes all candidates alike or is not a CPU's, and ``None``
+        where the kernel refuses the candidates, so that nothing is known.
     """
     tensors = [n for n in node.all_input_nodes if is_tensor(n)]
     if not all(n.meta["val"].device.type == "cpu" for n in tensors):
@@ -66,9 +66,15 @@ def contrasts(node: fx.Node, cache: CostCache) -> list[Numbers] | None:
 def _contrasts(
     node: fx.Node, tensors: Sequence[fx.Node], singles: Sequence[Sequence[int]]
 ) -> Iterator[Numbers]:
-    """Yield numbers for a kernel that computes one by one, and for tensors of a single number.
+    """Yield numbers for which another formula than that of vectors gives another result.
 
-    ``singles`` are sets of indices of tensors that may have a single number at the same time.
+    The other formulas are that of a kernel that computes numbers one by one, and those of tensors
+    of a single number.
+
+    Args:
+        node: the operation.
+        tensors: the tensors that it reads.
+        singles: sets of indices of tensors that may have a single number at the same time.
     """
     rows = [i for i, n in enumerate(tensors) if n.meta["val"].dim()]
     scalars = OF_NO_DIMENSIONS[: None if len(rows) < len(tensors) else 1]
@@ -88,7 +94,7 @@ def _contrasts(
 
 
 def _subsets_of_single_numbers(tensors: Sequence[fx.Node]) -> Iterator[list[int]]:
-    """Yield sets of tensors that may have a single number at the same time, in a part of a split.
+    """Yield sets of tensors that may have a single number at the same time, in a part of a run.
 
     A set is a list of indices. Where one tensor has a single number, so has every tensor that
     broadcasts to its shape.
@@ -109,9 +115,10 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 def _kinds(tensors: Sequence[fx.Node]) -> list[int | None]:
-    """Return a number per tensor that is equal for equal shapes; ``None`` if it has no dimensions.
+    """Return, for each tensor, the index of the first one of equal shape.
 
-    Tensors of one shape have one shape in a part too: all or none of them have a single number.
+    It is ``None`` for a tensor without dimensions. Tensors of one shape have one shape in a part
+    too: all or none of them have a single number.
     """
     shapes = [str(tuple(n.meta["val"].shape)) for n in tensors]
     return [
@@ -123,7 +130,14 @@ def _kinds(tensors: Sequence[fx.Node]) -> list[int | None]:
 def _of_a_single_number(
     node: fx.Node, tensors: Sequence[fx.Node], dense: Numbers, subset: Sequence[int]
 ) -> Iterator[Numbers]:
-    """Yield numbers whose value differs if the tensors in ``subset`` have a single number."""
+    """Yield numbers, if found, whose result differs if some tensors have a single number.
+
+    Args:
+        node: the operation.
+        tensors: the tensors that it reads.
+        dense: candidates for each of these.
+        subset: indices of the tensors that have a single number.
+    """
     for i in range(SINGLES):
         single = {place: dense[place][i].reshape(1) for place in subset}
         repeated = {place: number.repeat(AT_ONCE) for place, number in single.items()}
@@ -140,7 +154,10 @@ def _of_a_single_number(
 def _first_difference(
     node: fx.Node, tensors: Sequence[fx.Node], one: Numbers, other: Numbers
 ) -> int | None:
-    """Return the index of the first entry whose bits differ between two results, if any."""
+    """Return the index of the first entry whose bits differ between the results for two inputs.
+
+    Returns ``None`` if all bits are equal.
+    """
     results = [_results(node, tensors, values) for values in (one, other)]
     pairs = zip(*results, strict=True)
     differs = torch.stack([~same_bits(a, b.expand_as(a)) for a, b in pairs]).any(0)
@@ -152,7 +169,7 @@ def _values_at(values: Numbers, place: int) -> Numbers:
 
 
 def _results(node: fx.Node, tensors: Sequence[fx.Node], values: Numbers) -> Numbers:
-    """Return the results of an operation with ``values`` in place of the tensors that it reads."""
+    """Return the results of ``node`` with ``values`` in place of the ``tensors`` that it reads."""
     given = dict(zip(tensors, values, strict=True))
 
     def value_of(read: fx.Node) -> Any:
@@ -165,10 +182,10 @@ def _results(node: fx.Node, tensors: Sequence[fx.Node], values: Numbers) -> Numb
 
 
 def _candidates(tensor: torch.Tensor, scalar: float, start: int | None) -> torch.Tensor:
-    """Return numbers for a tensor.
+    """Return a flat tensor of numbers to try in place of ``tensor``.
 
-    A tensor without dimensions is filled with ``scalar``. Half-precision numbers from ``start`` on
-    are enumerated if ``start`` is given. Other numbers are random, special or arbitrary bits.
+    For a tensor without dimensions it is ``scalar``. Half-precision numbers from ``start`` on are
+    enumerated if ``start`` is given. Other numbers are random, special or arbitrary bits.
     """
     if not tensor.dim():
         return torch.full((), scalar).to(tensor.dtype)
@@ -187,7 +204,7 @@ def _candidates(tensor: torch.Tensor, scalar: float, start: int | None) -> torch
 
 
 def with_special(numbers: torch.Tensor, zeros: float, others: float) -> torch.Tensor:
-    """Replace some of the numbers in place by zeros of either sign, infinities and NaN.
+    """Replace some numbers in place by zeros of either sign, infinities and NaN; return all.
 
     Args:
         numbers: random numbers, which are changed.
@@ -205,5 +222,5 @@ def with_special(numbers: torch.Tensor, zeros: float, others: float) -> torch.Te
 
 
 def listed(results: Any) -> list[torch.Tensor]:
-    """Return the results of an operation as a list."""
+    """Return the results of an operation as a list, also if it returns a single tensor."""
     return list(results) if isinstance(results, (tuple, list)) else [results]

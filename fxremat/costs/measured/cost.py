@@ -25,7 +25,7 @@ from fxremat.progress import MEASURE, Progress
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A line with its costs, accessed by node.
+    """A line of stages with its measured seconds and bytes, which are looked up by node.
 
     Attributes:
         line: the stages, with storages of their actual sizes.
@@ -40,7 +40,7 @@ class Measured:
 
     @staticmethod
     def of(line: Line, costs: RecordedCosts) -> Measured:
-        """Combine ``line`` with its measured costs.
+        """Return ``line`` with its measured costs, which give its storages their actual sizes.
 
         Raises:
             CostError: ``costs`` belong to another graph.
@@ -63,26 +63,26 @@ class Measured:
 
     @property
     def stages(self) -> tuple[StageSeconds, ...]:
-        """Return the seconds of each stage."""
+        """Seconds of each stage's forward, rebuild and backward."""
         return self.costs.stages
 
     @property
     def kept_s(self) -> float:
-        """Return the seconds of a step that keeps everything."""
+        """Seconds of a step that keeps everything, so that no operation runs again."""
         return sum(stage.forward_s + stage.backward_s for stage in self.stages)
 
     @functools.cached_property
     def again_s(self) -> Mapping[fx.Node, float]:
-        """Return the seconds of each operation that a recomputation may run, measured by itself."""
+        """Seconds of each operation that a recomputation may run, measured by itself."""
         return {self._nodes[i]: seconds for i, seconds in self.costs.again_s}
 
     @functools.cached_property
     def displaced(self) -> frozenset[int]:
-        """Return the storages with tensors whose strides differ from the trace."""
+        """Indices of the storages with tensors whose strides differ from the trace."""
         return frozenset(self.costs.displaced)
 
     def workspace_bytes(self, node: fx.Node, block: Block) -> int:
-        """Return the peak of an operation of ``block`` beyond its arguments and results, in bytes.
+        """Return the peak bytes of ``node``, run by ``block``, besides arguments and results.
 
         Raises:
             CostError: the operation was never measured as ``block`` runs it.
@@ -99,10 +99,10 @@ class Measured:
         return max((nbytes for (node, _), nbytes in every if node in wanted), default=0)
 
     def asked(self, node: fx.Node, block: Block) -> tuple[Request, ...]:
-        """Return the requests of an operation to the allocator.
+        """Return the allocator requests of ``node``, run by ``block``, in order.
 
-        If empty, the operation requests its results in the order in which it returns them, then its
-        workspace.
+        Their form is that of :func:`fxremat.costs.measured.execute.requests_from`. If empty, the
+        operation requests its results in the order in which it returns them, then its workspace.
         """
         return self._asked.get((node, block.mode_of(node)), ())
 
@@ -120,7 +120,7 @@ class Measured:
 
 
 def _check(costs: RecordedCosts, line: Line) -> None:
-    """Raise ``CostError`` unless ``costs`` belong to ``line``, since its peak would be wrong."""
+    """Raise ``CostError`` unless ``costs`` belong to ``line``: its peak would be wrong."""
     least_bytes = line.joint.storages.nbytes
     counts = len(costs.stages), len(costs.storage_bytes)
     wanted = len(line.stages), len(least_bytes)
@@ -152,7 +152,7 @@ def _check(costs: RecordedCosts, line: Line) -> None:
 
 
 def _is_balanced(asked: Sequence[Request]) -> bool:
-    """Return whether each result is requested once, and each piece of workspace is freed."""
+    """Return whether requests name each result once, and free each piece of workspace."""
     places = sorted(key for key, _ in asked if key >= 0)
     held: dict[int, int] = {}
     for key, nbytes in asked:
@@ -170,7 +170,7 @@ def measure_line(
     cache: CostCache,
     progress: Progress,
 ) -> Measured:
-    """Run each distinct stage by itself and measure it.
+    """Run each distinct stage by itself, and return the line with its measured seconds and bytes.
 
     In addition to pinned values and those that cross the cuts, memory holds at most the values of
     one stage's forward or backward. Running ends once all further stages have been measured before.
@@ -225,7 +225,7 @@ class _Stage:
 
     @staticmethod
     def of(line: Line, blocks: BlockCache, index: int) -> _Stage:
-        """Return the blocks of stage ``index``."""
+        """Return stage ``index`` of ``line``, with the blocks to measure and their keys."""
         three = stage_blocks(line, blocks, index)
         staying = line.pinned.union(boundary_after(line, index))
         timed = tuple(blocks.key(b) if b.nodes else None for b in three)
@@ -233,7 +233,7 @@ class _Stage:
 
 
 class _Measurer:
-    """Passes real values from stage to stage, and measures each stage with them."""
+    """Runs stages one after the other, passing values on, and adds measurements to the cache."""
 
     def __init__(
         self, line: Line, values: Synthesizer, operations: Operations, cache: CostCache
@@ -245,7 +245,7 @@ class _Measurer:
         self._clock = KernelClock(line.joint.device)
 
     def is_measured(self, stage: _Stage) -> bool:
-        """Return whether all measurements of ``stage`` are in the cache."""
+        """Return whether all bytes and seconds of ``stage`` are in the cache."""
         again = self._operations.keys(stage.whole).values()
         return (
             all(key is None or key in self._cache.seconds for key in stage.timed)
@@ -254,11 +254,11 @@ class _Measurer:
         )
 
     def _is_logged(self, block: Block) -> bool:
-        """Return whether the workspaces of all operations of ``block`` have been measured."""
+        """Return whether the cache has the workspaces of all operations of ``block``."""
         return self._cache.workspace_bytes.keys() >= set(self._operations.keys(block).values())
 
     def measure(self, stage: _Stage) -> None:
-        """Run the blocks of ``stage``, and hold the values of the boundary after it."""
+        """Run the blocks of ``stage``, cache bytes and seconds, and hold what later stages read."""
         first_key, again_key, backward_key = stage.timed
         results = self._run_first(stage, first_key)
         table = self._line.joint.storages
@@ -275,7 +275,10 @@ class _Measurer:
         self._values.keep_only(stage.staying)
 
     def _run_first(self, stage: _Stage, key: Key | None) -> dict[fx.Node, torch.Tensor]:
-        """Run the first forward, and return its results."""
+        """Run and measure the first forward of ``stage``, and return its results.
+
+        ``key`` is that of its seconds in the cache; ``None`` if it has no operations.
+        """
         first = stage.first
         # A recomputation also reads states of generators, which an earlier stage may compute.
         others = frozenset(stage.whole.inputs).difference(first.nodes, first.inputs)
@@ -286,7 +289,10 @@ class _Measurer:
         return self._time(first, key, inputs, results)
 
     def _run_backward(self, backward: Block, key: Key | None) -> None:
-        """Run a backward if it has not been measured."""
+        """Run a backward, and cache its bytes and seconds, unless they are in the cache.
+
+        ``key`` is that of its seconds in the cache; ``None`` if it has no operations.
+        """
         new = key is not None and key not in self._cache.seconds
         if new or not self._is_logged(backward):
             inputs = self._values.of(backward.inputs)
@@ -300,10 +306,13 @@ class _Measurer:
         inputs: Mapping[fx.Node, torch.Tensor],
         results: dict[fx.Node, torch.Tensor],
     ) -> dict[fx.Node, torch.Tensor]:
-        """Time ``block`` if it has not been measured, and return its results.
+        """Cache the seconds of ``block``, unless they are in the cache, and return its results.
 
-        The block has run before with ``results``, which timing empties. Without a ``key`` there is
-        nothing to time.
+        Args:
+            block: the block, which has run before.
+            key: key of its seconds in the cache; ``None`` if it has no operations.
+            inputs: values of its inputs.
+            results: results of the run before; timing empties them, so that they never exist twice.
         """
         if key is None or key in self._cache.seconds:
             return results
@@ -319,7 +328,7 @@ class _Measurer:
 def _recorded(
     line: Line, stages: Sequence[_Stage], operations: Operations, cache: CostCache
 ) -> RecordedCosts:
-    """Return the costs of ``line``, all of whose operations are in ``cache``."""
+    """Return the costs of ``line``, read from ``cache``, which has all its operations."""
     order, table = line.order, line.joint.storages
     storage_bytes, displaced = list(table.nbytes), set[int]()
     again_s: dict[int, float] = {}
@@ -354,7 +363,10 @@ def _recorded(
 
 
 def stage_blocks(line: Line, blocks: BlockCache, index: int) -> tuple[Block, Block, Block]:
-    """Return a stage's first forward with everything kept, its rebuild, and its backward."""
+    """Return the blocks of a stage's first forward, its rebuild, and its backward.
+
+    The first forward keeps everything. The rebuild computes the stage's whole saved set again.
+    """
     stage = line.stages[index]
     passed_on = frozenset(stage.forward).intersection(boundary_after(line, index))
     first = blocks(index, Mode.FIRST, passed_on.union(stage.saved, stage.pinned))
@@ -364,19 +376,19 @@ def stage_blocks(line: Line, blocks: BlockCache, index: int) -> tuple[Block, Blo
 
 
 def runs_of(line: Line, block: Block) -> Iterator[tuple[fx.Node, Iterable[Mode]]]:
-    """Yield the operations of a block, and how each may run."""
+    """Yield each operation of a block, with the modes in which it may run."""
     for node in block.operations:
         # Any block may contain views of given tensors.
         yield node, Mode if node in line.views else (block.mode_of(node),)
 
 
 def whole_block(line: Line, blocks: BlockCache, index: int) -> Block:
-    """Return a recomputation of everything that a schedule may recompute of a stage."""
+    """Return the block that recomputes all that a schedule may recompute of stage ``index``."""
     stage = line.stages[index]
     passed_on = frozenset(stage.forward).intersection(boundary_after(line, index))
     return blocks(index, Mode.AGAIN, passed_on.union(stage.saved) - line.pinned)
 
 
 def boundary_after(line: Line, index: int) -> Sequence[fx.Node]:
-    """Return the tensors that cross the cut after stage ``index``."""
+    """Return the tensors that cross the cut after stage ``index``; none after the last stage."""
     return line.stages[index + 1].boundary if index + 1 < len(line.stages) else ()

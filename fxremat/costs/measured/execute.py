@@ -41,10 +41,11 @@ operation's time is only used to distribute that of its block."""
 
 
 def compile_block(block: Block) -> torch_compat.BoxedCallable:
-    """Compile a block to a function of one list, which it empties, freeing values on the way.
+    """Return a compiled function of a block, which takes its inputs in one list.
 
-    Emitted code calls stages in the same way, except for collectives: no other process takes part.
-    The gradient of a loss is assumed to be the expected one, as in most steps.
+    It empties the list, and frees values on the way. Emitted code calls stages in the same way,
+    except for collectives: no other process takes part. The gradient of a loss is assumed to be the
+    expected one, as in most steps.
     """
     graph = build_graph(block)
     for node in graph.nodes:
@@ -79,7 +80,7 @@ def least_s(
 
 
 def _are_enough(seconds: Sequence[float], enough_s: float) -> bool:
-    """Return whether no further run is needed after these, which are sorted."""
+    """Return whether ``seconds`` of runs, which are sorted, make a further run unnecessary."""
     count = len(seconds)
     if count < LEAST_RUNS or (count < MOST_RUNS and count * seconds[0] < enough_s):
         return False
@@ -88,7 +89,7 @@ def _are_enough(seconds: Sequence[float], enough_s: float) -> bool:
 
 @contextlib.contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Run operations for real, and restore the random generators afterwards."""
+    """Run operations inside on real data without gradients; restore random generators after."""
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch_compat.real_execution(), torch.no_grad(), torch.random.fork_rng(devices=devices):
         yield
@@ -112,14 +113,14 @@ class HeldBytes:
         self._holders: dict[int, tuple[int, int]] = {}  # by key: how many hold it, and its bytes
 
     def add(self, value: object) -> None:
-        """Count the storages of a value."""
+        """Count the storages of ``value``, a tensor or several, as held once more."""
         for key, nbytes in self._counted(value):
             holders, counted_bytes = self._holders.get(key, (0, nbytes))
             self._holders[key] = holders + 1, counted_bytes
             self.nbytes += 0 if holders else nbytes
 
     def drop(self, value: object) -> None:
-        """Stop counting the storages of a value that was added."""
+        """Count the storages of ``value``, which was added, as held once less."""
         for key, _ in self._counted(value):
             holders, counted_bytes = self._holders.pop(key, (1, 0))
             if holders > 1:
@@ -157,11 +158,11 @@ class Operations:
         self._clock = KernelClock(device)
 
     def keys(self, block: Block) -> dict[fx.Node, Key]:
-        """Return the signature of each operation of ``block``."""
+        """Return, for each operation of ``block``, the key of its measurements in the cache."""
         return {node: self._key(node, block) for node in block.operations}
 
     def _key(self, node: fx.Node, block: Block) -> Key:
-        """Return the signature of ``node`` as ``block`` runs it, from a cache."""
+        """Return the key of the measurements of ``node`` as ``block`` runs it."""
         run = node, block.mode_of(node)
         if run not in self._keys:
             self._keys[run] = node_key(node, block)
@@ -176,7 +177,9 @@ class Operations:
         again: Block | None = None,
         also_held: Iterable[torch.Tensor] = (),
     ) -> dict[fx.Node, torch.Tensor]:
-        """Run each operation of ``block``, and measure workspace and result sizes of new ones.
+        """Run each operation of ``block``, and return the values of ``keep``.
+
+        Bytes of workspaces and results that are not in the cache are measured and added to it.
 
         Args:
             block: the operations.
@@ -207,13 +210,13 @@ class Operations:
         return {node: values[node] for node in keep}
 
     def _workspace_bytes(self, node: fx.Node, block: Block) -> int:
-        """Return the bytes that ``node``, which has run, allocates temporarily."""
+        """Return the bytes that ``node``, which has run, allocates temporarily, from the cache."""
         return self._cache.workspace_bytes[self._key(node, block)]
 
     def _result(
         self, node: fx.Node, block: Block, again: Block | None, values: Mapping[fx.Node, Any]
     ) -> Any:
-        """Compute ``node`` and measure it as it runs in ``block`` and in ``again``."""
+        """Return the value of ``node``, and measure it as it runs in ``block`` and in ``again``."""
         if is_getitem(node):
             return _call(node, block, values)
         if again is not None and self._key(node, again) not in self._cache.operation_s:
@@ -227,7 +230,7 @@ class Operations:
         return self._logged(node, block, values)
 
     def _logged(self, node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
-        """Compute ``node``, logging the allocator if it has not been measured."""
+        """Return the value of ``node``; cache the bytes that it allocates, if they are new."""
         key = self._key(node, block)
         if key in self._cache.workspace_bytes:
             return _call(node, block, values)
@@ -251,9 +254,9 @@ class Operations:
 
 
 def tune(launch: Launch, arguments: Sequence[Any], device: torch.device, *, note: Note) -> None:
-    """Let Triton tune a user's kernel unless it has; ``note`` gets the bytes that this held.
+    """Let Triton tune a user's kernel for ``arguments``, unless it has.
 
-    These bytes are not a workspace of a step.
+    ``note`` is called with the bytes that this held, which are not a workspace of a step.
     """
     if not launch.is_tuned_for(*arguments):
         with torch_compat.noted_bytes(device, note):
@@ -311,7 +314,13 @@ def requests_from(changes: Sequence[int], sizes: Sequence[int]) -> tuple[Request
 def _last_read(
     block: Block, timed: Mapping[fx.Node, Block], keep: Sequence[fx.Node]
 ) -> dict[fx.Node, list[fx.Node]]:
-    """Return, for each operation, the values that nothing reads after it and that are not kept."""
+    """Return, for each operation, the values to drop after it, since nothing reads them later.
+
+    Args:
+        block: the operations, in order.
+        timed: blocks of recomputations that are timed along with an operation.
+        keep: nodes whose values are never dropped.
+    """
     last: dict[fx.Node, fx.Node] = {}
     for node in block.nodes:
         also = timed[node].sources(node) if node in timed else ()
@@ -336,7 +345,10 @@ def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def _bound(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> functools.partial[Any]:
-    """Return a call of ``node`` as ``block`` runs it, which computes everything afresh."""
+    """Return a function without arguments that computes ``node`` as ``block`` runs it.
+
+    It computes everything afresh, also gradients that a forward has computed early.
+    """
     target, args, kwargs = call_of(node, block.mode_of(node))
     target = target.anew if isinstance(target, EarlyGradients) else torch_compat.alone(target)
     real_args = torch.fx.map_arg(args, lambda n: values[n])
@@ -354,7 +366,7 @@ def _allocated_bytes(t: torch.Tensor) -> int:
 
 
 def _lies_as_traced(node: fx.Node, value: object) -> bool:
-    """Return whether real tensors have the strides, offsets and devices of their trace.
+    """Return whether the tensors of ``value`` have the strides, offsets and devices of their trace.
 
     Seed and offset of an attention's dropout are traced on the GPU, but are on the CPU.
     """

@@ -41,9 +41,10 @@ class KernelLayouts:
     def left(
         self, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Sequence[Layout] | None:
-        """Return the layouts of a kernel's results; ``None`` if its fake kernel's hold or it fails.
+        """Return the layouts that a kernel gives its results.
 
-        See :data:`fxremat.passes.joint.layouts.Left`.
+        Returns ``None`` if they are those of its fake kernel, or if the kernel cannot be run. This
+        function is a :data:`fxremat.passes.joint.layouts.Left`.
 
         Ensures:
             The random generators are as before.
@@ -81,7 +82,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _at_capture(value: Any) -> Any:
-    """Return an argument with the sizes of the capture."""
+    """Return an argument with symbolic sizes replaced by their values at the capture."""
     if isinstance(value, torch.SymInt):
         return torch_compat.hint_of(value)
     if not isinstance(value, torch.Tensor) or not torch_compat.has_symbols(value):

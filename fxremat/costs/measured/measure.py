@@ -113,7 +113,10 @@ def seconds_of(step: Callable[[], object], *, device: torch.device) -> float:
 def _on_cuda_s(
     run: Callable[[], object], device: torch.device, *, held_s: float = 0.0
 ) -> tuple[float, float]:
-    """Return the seconds of a device, delayed by ``held_s`` first, and of the host for launches."""
+    """Return the seconds of ``run`` on the device, and the seconds in which the host launched it.
+
+    The device is first delayed by ``held_s``, which does not count.
+    """
     with torch.cuda.device(device):  # events are recorded on its current stream
         start, end = (timed_event() for _ in range(2))
         if held_s:
@@ -155,7 +158,10 @@ class KernelClock:
     launched_s: float = 1e-3
 
     def seconds_of(self, run: Callable[[], object]) -> float:
-        """Return the seconds of one run, or of a second one if the first waited for the delay."""
+        """Return the seconds of one run of ``run``, which may be called twice.
+
+        On CUDA a second run counts if launching the first took longer than the device was delayed.
+        """
         if self.device.type != "cuda":
             return on_cpu_s(run)
         held_s = min(LAUNCH_FACTOR * self.launched_s, MOST_HELD_S)
@@ -167,7 +173,7 @@ class KernelClock:
         return self._seconds_after(0.0, run)
 
     def _seconds_after(self, held_s: float, run: Callable[[], object]) -> float:
-        """Return the seconds of a run after a delay: the device's, or the launches' if more."""
+        """Return the seconds of ``run`` after a delay: the device's, or the launches' if more."""
         device_s, self.launched_s = _on_cuda_s(run, self.device, held_s=held_s)
         return max(device_s, self.launched_s)
 
@@ -180,7 +186,7 @@ MOST_HELD_S = 0.02
 
 
 def resident_bytes(model: nn.Module, step: Callable[[], object]) -> int:
-    """Return the bytes of the distinct storages on the model's device before ``step``."""
+    """Return the bytes of distinct storages on the model's device that exist before ``step``."""
     device = device_of(model)
     sizes = {
         torch_compat.storage_key(tensor): tensor.untyped_storage().nbytes()
@@ -191,7 +197,10 @@ def resident_bytes(model: nn.Module, step: Callable[[], object]) -> int:
 
 
 def _tensors(item: object, visited: dict[int, object]) -> Iterator[torch.Tensor]:
-    """Yield every tensor reachable from ``item``; ``visited`` keeps alive what has an id in it."""
+    """Yield every tensor reachable from ``item``, and gradients of leaves.
+
+    ``visited`` has what was visited, by id, and keeps it alive.
+    """
     if id(item) in visited:
         return
     visited[id(item)] = item

@@ -35,20 +35,23 @@ class Synthesizer:
             self._real[node] = operator.attrgetter(str(node.target))(joint.module)
 
     def hold(self, values: Mapping[fx.Node, torch.Tensor]) -> None:
-        """Use ``values`` from now on."""
+        """Use these values for their nodes, until :meth:`keep_only` drops them."""
         self._held.update(values)
 
     def held(self) -> tuple[torch.Tensor, ...]:
-        """Return the values passed to :meth:`hold` that have not been dropped."""
+        """Return the values that were passed to :meth:`hold` and have not been dropped."""
         return tuple(self._held.values())
 
     def keep_only(self, nodes: Iterable[fx.Node]) -> None:
-        """Drop all held values except those of ``nodes``."""
+        """Drop all values that were passed to :meth:`hold`, except those of ``nodes``."""
         kept = set(nodes)
         self._held = {n: t for n, t in self._held.items() if n in kept}
 
     def of(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, torch.Tensor]:
-        """Return a value for each of ``nodes``; those of one storage share memory."""
+        """Return the held, real or made-up value of each of ``nodes``.
+
+        Made-up values of one storage share memory.
+        """
         made: dict[int, torch.Tensor] = {}
         return {node: self._value(node, made) for node in nodes}
 
@@ -79,7 +82,7 @@ def made_up(traced: torch.Tensor) -> torch.Tensor:
 
 
 def _base(traced: torch.Tensor, *, std: float) -> torch.Tensor:
-    """Return a flat tensor that fills the whole storage of ``traced``."""
+    """Return a flat tensor as large as the storage of ``traced``: random numbers, or zeros."""
     count = int(traced.untyped_storage().nbytes()) // traced.element_size()
     base = torch.zeros(count, dtype=traced.dtype, device=traced.device)
     if traced.is_floating_point() and traced.itemsize == 1:  # torch draws no 8-bit ones

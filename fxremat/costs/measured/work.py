@@ -32,14 +32,14 @@ _ALIKE: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """A placeholder for a shape: its begin and end among the numbers."""
+    """A placeholder for a shape: the range of its sizes in a list of numbers."""
 
     begin: int
     end: int
 
 
 def _filled(value: Any, numbers: list[int]) -> Any:
-    """Replace the placeholders in ``value`` by shapes."""
+    """Return ``value`` with each placeholder replaced by its shape, taken from ``numbers``."""
     if isinstance(value, _Shape):
         return tuple(numbers[value.begin : value.end])
     if isinstance(value, (tuple, list)):
@@ -49,7 +49,7 @@ def _filled(value: Any, numbers: list[int]) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """The work of the nodes of a graph at one size.
+    """Bytes and multiply-adds of the nodes of a graph at one size.
 
     Attributes:
         nbytes: bytes of the tensors that each node reads and makes, by index.
@@ -63,12 +63,14 @@ class Work:
 
 
 def ratio(now: Floats, before: Floats) -> Floats:
-    """Return ``now / before``, with 1 where ``before`` is 0."""
+    """Return ``now / before`` for each element, with 1 where ``before`` is 0."""
     return np.divide(now, before, out=np.ones_like(now), where=before > 0)
 
 
 class Works:
-    """The work of each node of a graph at any size. Nodes of one kind share their formulas.
+    """Computes bytes and multiply-adds of each node of a graph at any size.
+
+    Nodes of one kind call the same operation for the same layouts, and share their formulas.
 
     Attributes:
         kind: kind of each node, by index; a node of kind 0 does nothing.
@@ -88,7 +90,7 @@ class Works:
         self._places = tensors + len(self._shapes)
 
     def at(self, values: Values) -> Work:
-        """Return the work at sizes ``values``."""
+        """Return the bytes and multiply-adds of each node at the sizes ``values``."""
         numbers = self._formulas(values)
         each = numbers[self._places].astype(np.float64)
         count = len(self._kind_of_key) + 1
@@ -100,13 +102,17 @@ class Works:
         return Work(nbytes[self.kind], flops[self.kind], each)
 
     def growth(self, now: Work, before: Work) -> Floats:
-        """Return by which factor each node's tensors, or its flops, have grown most; at least 1."""
+        """Return the factors by which the nodes' work has grown since ``before``; each at least 1.
+
+        A node's factor is that of the tensor that has grown most, or that of its multiply-adds if
+        that is larger.
+        """
         more = np.ones(len(self._kind_of_key) + 1)
         np.maximum.at(more, self._kinds, ratio(now.each_bytes, before.each_bytes))
         return np.maximum(more[self.kind], ratio(now.flops, before.flops))
 
     def _kind_of(self, node: fx.Node) -> int:
-        """Return the kind of ``node``; 0 if it is not an operation, or is a view."""
+        """Return the index of the kind of ``node``; 0 if it is not an operation, or is a view."""
         if node.op != "call_function" or is_getitem(node) or self._joint.storages.is_view(node):
             return 0
         sources = tuple(node.all_input_nodes)
@@ -120,7 +126,7 @@ class Works:
         return self._kind_of_key[key]
 
     def _describe(self, kind: int, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
-        """Record the tensors of a new kind of operation, and the formula of its multiply-adds."""
+        """Record the bytes and the formula of the multiply-adds of a new kind of operation."""
         if isinstance(target, Parts):
             for inner in target.whole:
                 self._describe(kind, inner, inner.target, inner.args)
@@ -136,7 +142,10 @@ class Works:
             self._flops.append((kind, count, shapes, self._shapes_of(node)))
 
     def _tensor(self, layout: Layout, element_size: int) -> int:
-        """Return the index of a tensor's bytes. Tensors of one shape and element size share it."""
+        """Return the index of the formula of a tensor's bytes.
+
+        Tensors of one shape and element size share a formula.
+        """
         key = (repr(layout.shape), element_size)
         if key not in self._tensors:
             self._tensors[key] = len(self._nbytes)
@@ -144,7 +153,7 @@ class Works:
         return self._tensors[key]
 
     def _shapes_of(self, node: fx.Node) -> Any:
-        """Return the placeholder of the shape of a node's tensor, or a list of several."""
+        """Return a placeholder for the shape of a node's tensor, or a list of several."""
         value, layouts = node.meta["val"], iter(layouts_of(node))
 
         def shape(item: object) -> _Shape | None:

@@ -48,7 +48,7 @@ def library_workspaces(device: torch.device) -> tuple[int, ...]:
 
 
 def _measure(device: torch.device) -> None:
-    """Add the workspaces of this thread's current stream to those of ``device``."""
+    """Allocate the workspaces of this thread's current stream, and record their bytes."""
     torch.cuda.synchronize(device)
     begins = device not in _nbytes
     if begins:  # free existing ones, on all devices, to measure their sizes
@@ -89,8 +89,11 @@ def multiply(device: torch.device, dtype: torch.dtype, run: Callable[[Product], 
     """Multiply matrices, with and without a bias, in this thread and in a backward.
 
     The backward runs in autograd's thread, which runs a step's backward and all that it recomputes,
-    even if a capture has disabled threads. ``run`` is called with each product, in the thread that
-    is to compute it.
+    even if a capture has disabled threads.
+
+    Args:
+        device, dtype: those of the matrices.
+        run: called with each product, in the thread that is to compute it; it calls the product.
     """
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
         a, b = (torch.ones(_SIDE, _SIDE, device=device, dtype=dtype) for _ in range(2))
