@@ -80,7 +80,7 @@ class Entry:
         self._are_dynamic = False  # other sizes were captured with symbols
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs of the forward, which is captured first if no capture fits the call."""
+        """Return the outputs of the forward; capture it first if no capture fits the call."""
         try:
             if self._dynamic is False:
                 return self._run_first(*args, **kwargs)
