@@ -114,7 +114,7 @@ class Store:
         return self.folder / f"{_PREFIX}{name}-{key}{_SUFFIX}"
 
     def _make_room(self) -> None:
-        """Delete abandoned partial files, and the least recently used entries above ``MOST_BYTES``."""
+        """Delete abandoned partial files and, above ``MOST_BYTES``, least recently used entries."""
         assert self.folder is not None
         entries: list[tuple[float, int, Path]] = []
         for entry in os.scandir(self.folder):
