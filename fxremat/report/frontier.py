@@ -17,7 +17,7 @@ WIDTH = 100
 
 
 def _figure() -> tuple[Any, Any]:
-    """Return a figure of matplotlib and its axes.
+    """Return a new figure of matplotlib, and its axes.
 
     Raises:
         ImportError: matplotlib is not installed.
