@@ -194,7 +194,10 @@ def _graph_of(
     output_count: int,
     peers: Peers | None,
 ) -> Graph:
-    """Plan a graph together with ``peers``, or return the equal graph that was planned before."""
+    """Return a joint graph as a planned :class:`Graph`, or an equal one that was planned before.
+
+    With ``peers`` all of these processes plan it together. See :func:`_planned_graph`.
+    """
     inputs, options, loop = _real_inputs(joint, example_inputs), training.options, training.loop
     made = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
     gradients = [inputs[primal] for primal in made if primal in inputs]
@@ -382,7 +385,7 @@ def check_backward(
 def _real_inputs(
     joint: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Mapping[int, torch.Tensor]:
-    """Return the tensors with data among the values of the joint graph's primals, by index."""
+    """Return the inputs (primals) of the joint graph that are tensors with data, by index."""
     values: dict[int, torch.Tensor] = {}
     for primal, value in enumerate(torch_compat.primal_values(joint, example_inputs)):
         if isinstance(value, torch.Tensor) and not torch_compat.is_fake(value):
