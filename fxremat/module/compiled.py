@@ -38,7 +38,7 @@ class CompiledModule(nn.Module):
     Attributes:
         plan: the plan of the latest step, or of the sample before any step: a ``StepPlan`` if the
             model is captured as several graphs.
-        plans: one plan for each step context so far, in order.
+        plans: the plans so far, in order: one for each combination of sizes and existing gradients.
     """
 
     __slots__ = ("_state",)
@@ -63,7 +63,7 @@ class CompiledModule(nn.Module):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """One plan for each step context so far, in order."""
+        """The plans so far, in order: one for each combination of sizes and existing gradients."""
         if self._state.runner is None:
             return ()
         return tuple({id(plan): plan for plan in self._training.records()}.values())
@@ -79,7 +79,7 @@ class CompiledModule(nn.Module):
         return self.plan.backward_code
 
     def trace_step(self, step: Callable[[], object]) -> StepTrace:
-        """Run ``step`` once, and measure the time of each call and each transfer.
+        """Run ``step`` once, and measure the time of each call of a stage and each transfer.
 
         Args:
             step: a function that runs one forward and one backward of this module.
@@ -116,7 +116,7 @@ class CompiledModule(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        """Copy the model; the copy is planned when it is first trained."""
+        """Return a compiled copy of the model, which is planned when it is first trained."""
         copied: CompiledModule = object.__new__(type(self))
         memo[id(self)] = copied
         original = copy.deepcopy(self._state.original, memo)

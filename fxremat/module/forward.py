@@ -76,7 +76,7 @@ class PlannedForward:
 def _call_without_training(
     state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call the model's own forward, in eval mode or without gradients.
+    """Return the outputs of the model's own forward, in eval mode or without gradients.
 
     A call in eval mode with gradients enabled warns once that training in eval mode is not planned:
     at once if no step was trained before, and otherwise when a backward of its outputs runs.

@@ -93,7 +93,7 @@ class Runner:
 
     @property
     def may_retry_whole(self) -> bool:
-        """Whether to try again to capture a model in pieces as one graph.
+        """Whether to try again to capture the model, now captured in pieces, as one graph.
 
         What the model does in its first call only breaks no later capture, and neither does a hook
         that was removed. A retry requires that the model was trained, that no step is in flight,
