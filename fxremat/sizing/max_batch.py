@@ -47,7 +47,7 @@ class NamedDim(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The dimension as Python writes it, as ``args[0].shape[1]``."""
+        """The dimension as a Python expression, such as ``args[0].shape[1]``."""
         return f"{self.place}.shape[{self.dim}]"
 
     def refuse(self, why: str) -> ArgumentError:
@@ -227,9 +227,9 @@ class Batching:
     def _largest_trained(self, group: Sequence[Dimension], predicted: int) -> int | None:
         """Return the largest size up to ``predicted`` whose compiled step keeps to the budget.
 
-        Return ``None`` if there is none. A size that fits without parts that must keep bits is not
-        compiled: only these parts can be refused, since at each size they are cut at other rows,
-        where library kernels may round differently.
+        Return ``None`` if there is none. A size is compiled only if it does not fit without
+        operations that are computed in parts and must have the bits of the whole: at each size the
+        parts have other rows, where library kernels may round differently. Such parts are not used.
         """
 
         taken = self._taken(group)
