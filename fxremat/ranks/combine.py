@@ -64,7 +64,7 @@ class Chosen:
 
     Attributes:
         choices: the plan of each call.
-        besides: the memory allocated in addition to its plan during each call.
+        besides: for each call, the memory allocated meanwhile in addition to its plan.
         budget_bytes: the budget of the step.
         least_bytes: the lowest peak of the step with any plans.
         full_bytes: the peak of the step with plans that keep everything.
@@ -232,7 +232,10 @@ _Corrections = tuple[tuple[Values, Correction], ...]
 
 
 def agreed_corrections(peers: Peers, own: Mapping[Values, Correction]) -> dict[Values, Correction]:
-    """Return the union of the processes' corrections of plans by measured steps, by sizes."""
+    """Return, by sizes, the largest corrections of all processes.
+
+    A correction is the memory that measured steps needed beyond their plan.
+    """
     agreed: _Corrections
     agreed = peers.agree("the feedback of steps", _Corrections, tuple(own.items()), _merged)
     return dict(agreed)
@@ -279,7 +282,7 @@ def _most_of_same_calls(steps: Mapping[int, MeasuredStep]) -> MeasuredStep:
 def agreed_profiles(peers: Peers, own: MeasuredStep) -> MeasuredStep:
     """Return the largest measurements of a step, over all processes.
 
-    Without profiles if the processes made different calls.
+    They have no profiles if the processes made different calls.
     """
     return peers.agree("the measurements of a step", MeasuredStep, own, _most)
 

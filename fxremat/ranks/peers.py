@@ -179,7 +179,7 @@ class Peers:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the leader."""
+        """Whether this process is the leader, that is the first of the members."""
         return self._own == self.members[0]
 
     def agree(
