@@ -43,7 +43,7 @@ class Budget:
 
     @staticmethod
     def read(written: Readable) -> Budget:
-        """Read ``"6 GiB"``, bytes as an int, a share in (0, 1] as a float, or ``"min"``.
+        """Return the budget for ``"6 GiB"``, bytes as an int, a share in (0, 1], or ``"min"``.
 
         Text may end in ``" reserved"`` or ``" allocated"``, which says which bytes are counted.
         Integers and floats of numpy are read as Python's, and so is text from a file that has
@@ -75,7 +75,7 @@ class Budget:
         return Budget(written, nbytes=nbytes, counted=counted)
 
     def again(self, amount: object) -> str:
-        """Return ``amount`` as the user would write it for a budget on the same kind of bytes."""
+        """Return the text of a budget of ``amount`` that limits the same kind of bytes."""
         return str(amount) if self.counted == "allocated" else f"'{amount} {self.counted}'"
 
     def settled(self, nbytes: int) -> Budget:

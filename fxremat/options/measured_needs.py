@@ -42,7 +42,7 @@ class LossNeeds:
     left_bytes: int = 0
 
     def of(self, outputs: object) -> LossNeeds:
-        """Return the needs of the same loss for other outputs, in proportion to their bytes."""
+        """Return the memory of the same loss for other outputs, in proportion to their bytes."""
         found = _bytes_of(outputs)
         share = found / self.outputs_bytes if self.outputs_bytes else 1.0
         sizes = self.nbytes, self.small_bytes, self.left_bytes

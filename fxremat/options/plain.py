@@ -76,7 +76,10 @@ def _value(option: Option, own: dict[str, Any]) -> Any:
 
 
 def _names(each: Field, value: Any) -> Any:
-    """Return text with names separated by commas as a tuple, and any other value unchanged."""
+    """Return text of names separated by commas as a tuple, if the field takes such names.
+
+    Return any other value unchanged.
+    """
     if not (each.separated and isinstance(value, str)) or value in each.choices:
         return value
     return tuple(name.strip() for name in value.split(",") if name.strip())
