@@ -199,7 +199,7 @@ def _form(kind: Any) -> tuple[Any, Any]:
 
 @functools.cache
 def _omitted(kind: Any) -> dict[str, Any]:
-    """Return the defaults, by name, of fields that are written only if they differ from these."""
+    """Return the defaults of the fields of a dataclass that are written only if they differ."""
     return {field.name: field.default for field in fields(kind) if field.metadata.get(OMITTED)}
 
 

@@ -61,7 +61,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Memory of a step by call, without its purpose.
+    """Seconds and peak memory of each call in a step, without the purpose of the memory.
 
     Attributes:
         seconds: seconds of each call.
@@ -118,7 +118,7 @@ class StepMemory:
             yield range(first, self.loss_point if first < self.loss_point < after else after)
 
     def times(self, timeline: Timeline) -> tuple[float, ...]:
-        """Return the time in seconds at which each instant begins, spread evenly over its call.
+        """Return the seconds at which each instant begins; in a call they are spread evenly.
 
         Args:
             timeline: predicted or measured timeline of the plan that has this memory.

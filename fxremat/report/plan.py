@@ -284,7 +284,8 @@ class RegionRow:
             graph runs.
         between_bytes: maximum bytes that code between its forward and the next one allocates, in
             addition to those of the step's begin and of this and earlier regions.
-        between_back_bytes: the same after its backward, with gradients that were computed.
+        between_back_bytes: maximum bytes that code after its backward holds, in addition to those
+            of the step's begin and of earlier regions, including gradients that were computed.
         between_s: seconds between its forward and the next one, and between their backwards, or
             ``None`` if they were not measured or it is the last one.
     """
@@ -349,7 +350,7 @@ class StepPlan(Shown):
 
     @property
     def between_s(self) -> float | None:
-        """Seconds between graphs in both directions, or ``None`` if they are not measured yet."""
+        """Seconds of code between graphs, forward and backward, or ``None`` if not measured yet."""
         found = [row.between_s for row in self.regions if row.between_s is not None]
         return sum(found) if found or len(self.regions) == 1 else None
 
@@ -409,7 +410,7 @@ AnyPlan = Plan | StepPlan
 
 
 def plans_of(plan: AnyPlan) -> tuple[Plan, ...]:
-    """Return the plan of each call of a graph in a step; of a ``Plan``, only that."""
+    """Return the plans of all calls of graphs in a step; for a ``Plan``, only itself."""
     if isinstance(plan, StepPlan):
         return tuple(row.plan for row in plan.regions)
     return (plan,)

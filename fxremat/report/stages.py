@@ -51,6 +51,9 @@ class Run:
 class StageReport:
     """The treatment of one stage in a step.
 
+    The saved set of a stage consists of the tensors that its forward adds to its input if it keeps
+    all that its backward reads.
+
     Attributes:
         index: index of the stage.
         forward_s: seconds of its whole forward.
@@ -83,12 +86,12 @@ class StageReport:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of its saved set that are not held between its first forward and its backward."""
+        """Bytes saved for its backward that are not held from its first forward to its backward."""
         return self.saved_bytes - self.held_bytes
 
     @property
     def is_kept(self) -> bool:
-        """Whether all of its saved set is held from its first forward to its backward."""
+        """Whether all that its backward reads is held from its first forward on."""
         return not self.again and not self.rebuilt_s and not self.freed_bytes
 
     @property

@@ -60,7 +60,7 @@ class StepView:
 
 
 def view_of(plan: AnyPlan) -> StepView:
-    """Return the view of a step, whether of one graph or of several.
+    """Return the operations and the memory over time of a step, of one graph or of several.
 
     Code between two graphs is one instant in either direction, with half of its seconds.
 
