@@ -63,12 +63,12 @@ class Store:
             return Store(None)
 
     def get(self, name: str, key: str, kind: Callable[..., T]) -> T | None:
-        """Return the entry ``name`` with this ``key``, or ``None`` where there is no valid one.
+        """Return the value of the entry ``name`` with this ``key``, or ``None`` if none is valid.
 
         Args:
-            name: the name of the entry's type, which is part of the file's name.
-            key: a digest of what the entry holds for.
-            kind: the type of the entry.
+            name: the name of the kind of entry, which is part of the file's name.
+            key: a digest of all that the value depends on.
+            kind: the type of the value.
         """
         if self.folder is None:
             return None
@@ -114,7 +114,7 @@ class Store:
         return self.folder / f"{_PREFIX}{name}-{key}{_SUFFIX}"
 
     def _make_room(self) -> None:
-        """Delete the least recently used entries, and abandoned partial files."""
+        """Delete abandoned partial files and, above ``MOST_BYTES``, least recently used entries."""
         assert self.folder is not None
         entries: list[tuple[float, int, Path]] = []
         for entry in os.scandir(self.folder):
@@ -138,7 +138,7 @@ class Store:
 
 
 def _digest(key: str, value: object) -> str:
-    """Return the checksum of an entry: its numbers are not checked against each other."""
+    """Return the checksum by which :meth:`Store.get` finds that an entry was modified."""
     return hashlib.sha256(json.dumps([key, value], allow_nan=False).encode()).hexdigest()
 
 

@@ -35,13 +35,13 @@ def origin_of_costs(
     target: Device | None = None,
     constraints: tuple[str, ...] = (),
 ) -> Origin:
-    """Return the origin of costs of a traced step.
+    """Return the origin of a traced step's costs: the conditions under which they are valid.
 
     Args:
         digests: digests of the step's graph.
         device: the device of the step.
         executor: the name of the executor that runs its operations.
-        effort: the numbers that decide where the graph is cut.
+        effort: the effort, some numbers of which decide where the graph is cut into stages.
         target: the device that costs are estimated for; ``None``: they are measured on ``device``.
         constraints: what a policy, or tags in the model, decide about single operations.
     """
@@ -116,7 +116,12 @@ def origin_of_plan(
 
 
 def _changed_of(effort: Effort, *, stages: bool) -> Iterator[tuple[str, object]]:
-    """Yield the fields that differ from their defaults: those that cut stages, or all others."""
+    """Yield name and value of each number of ``effort`` that differs from its default.
+
+    Args:
+        effort: the effort of planning.
+        stages: whether to yield numbers that decide where stages are cut, or all others.
+    """
     for name, value in effort.changed.items():
         if (name in OF_STAGES) == stages:
             yield name, value
@@ -129,12 +134,12 @@ def key_of(origin: Origin, **more: object) -> str:
 
 
 def differences(plan: Origin, now: Origin, *, of: str = "the plan's") -> Iterator[str]:
-    """Yield each difference between two origins as a clause, the plainest first.
+    """Yield each difference between two origins as a clause for messages, the plainest first.
 
     Args:
         plan: the origin of a plan.
         now: the origin of the present step.
-        of: how the clauses name the owner of the former.
+        of: the words that refer to values of ``plan`` in the clauses.
     """
     if plan.device != now.device:
         yield f"the device is {now.device}, {of} was {plan.device}"
@@ -179,7 +184,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    """Return the CPU's name as the system reports it, or its architecture."""
+    """Return the name of the CPU model, or its architecture if the name is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -208,7 +213,7 @@ def version_of(package: str) -> str | None:
 
 @functools.cache
 def _code_digest() -> str:
-    """Return a digest of this package's source: different code may plan differently."""
+    """Return a digest of the source files of this package."""
     root = Path(anchor.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):

@@ -46,10 +46,10 @@ MOST_LINES = 3
 
 
 class frames_removed:  # noqa: N801, a context manager of contextlib would add a frame itself
-    """Remove the traceback from errors of this package that leave the context.
+    """A context that removes the traceback from each ``FxrematError`` that leaves it.
 
-    Their frames are those of torch and of planning, and their message says more than these. Other
-    errors keep their traceback.
+    The frames would be those of torch and of planning, and the message says more than they do.
+    Other errors keep their traceback.
     """
 
     def __enter__(self) -> None:
@@ -64,17 +64,17 @@ class frames_removed:  # noqa: N801, a context manager of contextlib would add a
 
 
 def without_frames(error: FxrematError) -> FxrematError:
-    """Return ``error`` without its traceback, whose frames are cleared."""
+    """Return ``error`` without its traceback, after clearing the local variables of its frames."""
     LOG.debug("raised by", exc_info=error)
     release_frames(error)
     return error.with_traceback(None)
 
 
 def release_frames(error: BaseException) -> None:
-    """Clear the finished frames of ``error`` and of the errors that led to it.
+    """Clear the local variables of finished frames of ``error`` and of the errors that led to it.
 
-    Their lines stay in the traceback. A frame that names an exception and raises it is in a
-    reference cycle with it: its tensors would live until cycles are collected.
+    The traceback keeps the lines. A frame with a local variable that is the exception it raised is
+    in a reference cycle: its tensors would live until the garbage collector runs.
     """
     cleared: dict[int, BaseException] = {}
     left = [error]
@@ -87,7 +87,7 @@ def release_frames(error: BaseException) -> None:
 
 
 def capture_refusal(model: torch.nn.Module, cause: BaseException) -> CaptureError:
-    """Return the error that says why Dynamo could not capture ``model``, and what helps."""
+    """Return a ``CaptureError`` that says why Dynamo could not capture ``model``, with a remedy."""
     reason = str(cause).strip()
     why = [reason.splitlines()[0], *_EXPLANATION.findall(reason)]
     remedy = next((remedy for sign, remedy in _REMEDIES if sign in reason), _DEFAULT_REMEDY)

@@ -41,7 +41,7 @@ def generators_restored(*holders: object) -> Iterator[None]:
 
 
 def _generators_of(holder: object) -> Iterator[torch.Generator]:
-    """Yield the generators in a model's attributes, or in a container."""
+    """Yield the random generators in attributes of a model and its modules, or in a container."""
     values: list[object] = [holder]
     if isinstance(holder, nn.Module):
         values = [value for module in holder.modules() for value in vars(module).values()]
@@ -69,15 +69,15 @@ def in_training(model: nn.Module) -> Iterator[None]:
 def attributes_replaced(
     model: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """Replace the tensors in plain attributes, and restore all attributes on exit.
+    """Replace tensors in attributes other than parameters and buffers; restore all on exit.
 
-    A forward may cache a tensor or count its calls. Where it installs hooks inside (a library does
-    so once, and records that it did), only attributes with fake tensors are restored, so that the
-    hooks agree with the record.
+    A forward may cache a tensor or count its calls in attributes. If hooks are installed in the
+    context (a library does so once, and records that it did), only attributes with fake tensors are
+    restored, so that hooks and record agree.
 
     Args:
         model: the model.
-        replacement: returns the tensor to put in the place of another.
+        replacement: returns the tensor that replaces a given one.
     """
     before = {module: _snapshot(module) for module in model.modules()}
     hooks = list(map(len, hook_dicts(model)))
@@ -138,7 +138,13 @@ def _restore(module: nn.Module, before: dict[str, Any], *, only_fake: bool) -> N
 
 
 def _refill(attributes: dict[str, Any], name: str, contents: Any) -> None:
-    """Restore the contents of a container in place, as other objects may refer to it."""
+    """Restore a dict, list or set in place, as other objects may refer to it.
+
+    Args:
+        attributes: the attributes of a module.
+        name: the name of the attribute with the container.
+        contents: the former contents.
+    """
     container = attributes[name]
     if type(container) is not type(contents):
         attributes[name] = contents

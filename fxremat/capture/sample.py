@@ -34,7 +34,7 @@ class Sample:
 
     @staticmethod
     def of(sample: object) -> Sample:
-        """Read a tensor, a tuple or list of arguments, a dict of keywords, or a ``Sample``.
+        """Return the sample for a tensor, a sequence or dict of arguments, or a ``Sample``.
 
         Raises:
             SampleError: ``sample`` is of another type.
@@ -61,7 +61,7 @@ class Sample:
         )
 
     def map(self, change: Callable[[Any], Any]) -> Sample:
-        """Return a sample in which ``change`` has replaced each leaf, tensor or not."""
+        """Return a sample with the result of ``change`` in place of each leaf, tensor or not."""
         args, kwargs = pytree.tree_map(change, (self.args, self.kwargs))
         return Sample(args, kwargs)
 
@@ -87,7 +87,7 @@ def places_of(
 
 
 def check_sample(model: nn.Module, sample: Sample) -> None:
-    """Refuse a sample or a model of which no step can be captured.
+    """Raise an error if no step of this model and sample can be captured.
 
     Raises:
         SampleError: a tensor is not on the model's device, or has no data.
@@ -125,7 +125,7 @@ def check_sample(model: nn.Module, sample: Sample) -> None:
 
 
 def check_gradients(model: nn.Module, sample: Sample) -> None:
-    """Refuse a step without a backward.
+    """Raise ``NoGradientError`` if the step has no backward.
 
     Raises:
         NoGradientError: nothing requires a gradient.
@@ -187,7 +187,7 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
 
 
 def model_error(model: nn.Module, call: Sample) -> Exception | None:
-    """Return what the model itself raises at a call, or ``None`` where it raises nothing.
+    """Return the exception that the model itself raises at a call, or ``None`` if it raises none.
 
     The model runs on copies of the arguments and of its tensors, without gradients and, where that
     fails, with them. It counts as raising nothing where the memory for the copies is lacking.

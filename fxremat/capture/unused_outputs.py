@@ -26,11 +26,11 @@ from fxremat.errors import BackwardError
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """The outputs of a model without a gradient, by their index among the leaves.
+    """The outputs of a model that get no gradient, as leaves of the tree of its outputs.
 
     Attributes:
-        leaves: their indices.
-        count: the number of leaves; outputs with another number are not changed.
+        leaves: the indices of these leaves.
+        count: the number of all leaves; outputs with another number are not changed.
         dropped: whether the model returns ``None`` in their place.
     """
 
@@ -40,7 +40,10 @@ class Unused:
 
 
 def forward_of(model: nn.Module, unused: Unused | None) -> Callable[..., Any]:
-    """Return the function to capture of a model: hooks of the model itself run outside of it."""
+    """Return the forward of ``model`` to capture, without its own hooks.
+
+    With ``unused`` it detaches or drops these outputs; see :func:`_detaching`.
+    """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return model.forward(*args, **kwargs)
@@ -51,9 +54,9 @@ def forward_of(model: nn.Module, unused: Unused | None) -> Callable[..., Any]:
 def _detaching(
     forward: Callable[..., Any], unused: Unused
 ) -> Callable[..., tuple[Any, tuple[int, ...]]]:
-    """Return ``forward`` with ``unused`` outputs detached or dropped.
+    """Return a function that calls ``forward`` and detaches or drops the ``unused`` outputs.
 
-    The returned function also returns the indices of the leaves that it has detached.
+    It returns the outputs, and the indices of the leaves that it has detached.
     """
 
     detached_with_layout = torch_compat.opaque_to_dynamo(_detached_with_layout)
@@ -74,7 +77,10 @@ def _detaching(
 
 
 def _detached_with_layout(output: torch.Tensor) -> torch.Tensor:
-    """Detach ``output``; its gradient inside the step has the layout of a sum with zeros."""
+    """Return ``output`` detached, and give its gradient the strides that autograd would.
+
+    Autograd would add zeros, the gradient of the unused output, to its gradient inside the step.
+    """
     zeros = torch_compat.traced_tangent(output)
     if zeros is not None:
         hooked: Any = output
@@ -83,7 +89,7 @@ def _detached_with_layout(output: torch.Tensor) -> torch.Tensor:
 
 
 def _in_layout_of_sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return ``second`` in the layout of the sum of both."""
+    """Return ``second`` with the strides that ``first + second`` has."""
     stride = torch.add(
         first, second
     ).stride()  # traced on fake tensors; the graph drops it as unused
@@ -96,7 +102,7 @@ def _in_layout_of_sum(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor
 
 
 def refuse_gradients(outputs: Any, detached: tuple[int, ...]) -> Any:
-    """Return ``outputs``, of which the ``detached`` require a gradient again, as in the model.
+    """Return ``outputs`` in which the ``detached`` leaves require a gradient, as in the model.
 
     A backward through one of them raises ``BackwardError``, so that no gradient is lost silently.
     """

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _logged() -> Iterator[None]:
-    """Print the package's log on standard error where no progress bar is shown."""
+    """Return a context that prints the package's log if no progress bar is shown."""
     if on_terminal() or not wanted():
         yield
         return
@@ -68,7 +68,7 @@ def _logged() -> Iterator[None]:
 
 
 def _report_error(asked: argparse.Namespace, error: Exception, code: int) -> int:
-    """Print an error, in one line where the model failed, and return the exit code."""
+    """Print an error on standard error, and return ``code``, the exit code of the command."""
     if asked.traceback:
         traceback.print_exception(error)
     message = str(error)
@@ -83,7 +83,7 @@ def _report_error(asked: argparse.Namespace, error: Exception, code: int) -> int
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up only when it is asked for."""
+    """The action of ``--version``: prints the version and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_given: Any) -> None:
         print(f"fxremat {fxremat.__version__}")
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_step(parser: argparse.ArgumentParser, command: str) -> None:
-    """Add the arguments that name a step, and the options that a command takes."""
+    """Add the arguments of a command that name a training step, its options and its output."""
     parser.add_argument(
         "source",
         help=f"MODULE:FUNCTION that returns (model, sample), or {LIBRARY}:CLASS with --batch",
@@ -151,7 +151,7 @@ def _add_step(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def _add_flag(parser: argparse._ActionsContainer, field: Field) -> None:
-    """Add the flag of a plain value of an option."""
+    """Add the flag that sets ``field``, a plain value of an option of ``compile``."""
     name, usual = f"--{field.name.replace('_', '-')}", field.default
     if field.kind is bool:
         parser.add_argument(name, action="store_true", help=_help(field.doc))
@@ -163,7 +163,7 @@ def _add_flag(parser: argparse._ActionsContainer, field: Field) -> None:
 
 
 def _help(text: str) -> str:
-    """Return ``text`` as argparse prints it unchanged."""
+    """Return ``text`` escaped for argparse, which interprets ``%``."""
     return text.replace("%", "%%")
 
 

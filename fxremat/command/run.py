@@ -70,17 +70,17 @@ def report(asked: argparse.Namespace) -> int:
 
 
 def _load(asked: argparse.Namespace) -> Step:
-    """Load the step with progress shown: importing its libraries may take long."""
+    """Return the training step that the command line names, with progress shown meanwhile."""
     with shown() as progress:
         progress("load")
         return _step_of(asked)
 
 
 def _local_device(written: str) -> torch.device:
-    """Return a device of this machine.
+    """Return the device that ``--device`` names.
 
     Raises:
-        ArgumentError: this machine does not have it.
+        ArgumentError: this machine does not have the device.
     """
     try:
         device = torch.device(written)
@@ -121,7 +121,7 @@ def _print_json(facts: dict[str, Any]) -> None:
 
 
 def _options(asked: argparse.Namespace, step: Step) -> dict[str, Any]:
-    """Return the options of ``compile`` that a command line gives."""
+    """Return the arguments of ``fxremat.compile`` that the flags of a command line set, by name."""
     fields = (field for field in fields_of(asked.command) if field.flag)
     given = {field.name: getattr(asked, field.name) for field in fields}
     given["loss"] = "own" if step.own_loss else None
@@ -144,10 +144,10 @@ class Step:
 
 
 def _step_of(asked: argparse.Namespace) -> Step:
-    """Return the step that the command line names.
+    """Return the training step that the command line names.
 
     Raises:
-        ArgumentError: the command line names no step.
+        ArgumentError: the command line does not name a step.
         Exception: what the code of the model raises.
     """
     module, _, name = asked.source.partition(":")
@@ -175,7 +175,7 @@ def _step_of(asked: argparse.Namespace) -> Step:
 
 
 def _step(asked: argparse.Namespace, model: nn.Module, sample: object) -> Step:
-    """Return the step of a model, whose loss is its own unless ``--loss`` says otherwise."""
+    """Return the step of a model; without ``--loss`` the outputs show if it returns its loss."""
     own = asked.loss == "own"
     if asked.loss is None and isinstance(model, nn.Module):
         own = returned_loss(call_without_data(model, Sample.of(sample))) is not None
@@ -183,7 +183,12 @@ def _step(asked: argparse.Namespace, model: nn.Module, sample: object) -> Step:
 
 
 def _from_transformers(cls: Any, asked: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a model of Transformers, and a batch of its main input and labels."""
+    """Return a new model of Transformers, and a batch of zeros for its main input and labels.
+
+    Args:
+        cls: the class of the model.
+        asked: the command line, with ``--config``, ``--batch`` and ``--dtype``.
+    """
     if asked.batch is None:
         refuse("--batch", None, f"given for {asked.source}, such as 4x2048")
     try:
@@ -211,7 +216,7 @@ def _from_transformers(cls: Any, asked: argparse.Namespace) -> tuple[nn.Module, 
 
 
 def _labels(model: nn.Module, sample: dict[str, Any], shape: tuple[int, ...]) -> torch.Tensor:
-    """Return labels for each element of the batch, or for each row where the model takes those."""
+    """Return zeros as labels, of this shape if the model accepts it, else one for each row."""
     labels = torch.zeros(shape, dtype=torch.long)
     try:
         call_without_data(model, Sample((), {**sample, "labels": labels}))

@@ -33,12 +33,12 @@ _NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 def compile_graph(
     training: Training, module: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's and return what runs it.
+    """Plan one graph captured by Dynamo, and return the callable that runs it as planned.
 
     Args:
         training: the training of the model, which plans the graph.
         module: the graph.
-        example_inputs: its inputs at the call that it is captured from.
+        example_inputs: the inputs of the graph in the call during which Dynamo captured it.
 
     Raises:
         CaptureError: a CUDA graph is being captured, or the graph cannot be planned.
@@ -105,10 +105,16 @@ def compile_graph(
 def _unplanned(
     training: Training, error: CaptureError, module: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Return what runs a graph that cannot be planned, or raise why it cannot.
+    """Return a callable that runs a graph without a plan, if the model may run so; else raise.
+
+    Args:
+        training: the training of the model.
+        error: the reason why the graph cannot be planned.
+        module: the graph.
+        example_inputs: the inputs of the graph.
 
     Raises:
-        CaptureError: ``error``, where the model is to be captured in pieces instead.
+        CaptureError: ``error``, if the graph must not run without a plan.
     """
     if isinstance(error, SizesError):
         if not training.regions.several:
@@ -123,7 +129,9 @@ def _unplanned(
 
 
 def _noted_break(training: Training, module: object) -> str | None:
-    """Return what :func:`_graph_break` does, and note that the model has several graphs then.
+    """Return the result of :func:`_graph_break`, or ``None`` with ``regions="one"``.
+
+    If it is a reason, ``training.regions.several`` becomes true.
 
     Raises:
         CaptureError: an option that needs a single graph was given.
@@ -136,7 +144,10 @@ def _noted_break(training: Training, module: object) -> str | None:
 
 
 def _graph_break(training: Training, module: object) -> str | None:
-    """Return why a graph is only a part of the model, or ``None`` where it may be all of it."""
+    """Return why a graph is only a part of the model, or ``None`` if it may be the whole model.
+
+    The reason is text for messages: the user's line at which the graph ends, and what ends it.
+    """
     ended = torch_compat.break_of(module)
     line, inside = torch_compat.caller_of_captured(PACKAGE)
     # torch.compile does not report calls of the model: the first graph may be all of it then.
@@ -149,7 +160,17 @@ def _graph_break(training: Training, module: object) -> str | None:
 def _planned_graph(
     training: Training, joint: fx.GraphModule, example_inputs: Sequence[Any], output_count: int
 ) -> Graph:
-    """Plan a graph for the call that it was captured from, together with other processes."""
+    """Return a joint graph as a :class:`Graph` that is planned for the call that captured it.
+
+    The processes that train together choose the plan together for first graphs, and for graphs with
+    collectives. The graph is appended to ``training.graphs``.
+
+    Args:
+        training: the training of the model.
+        joint: the joint forward and backward graph.
+        example_inputs: the inputs of the graph in that call.
+        output_count: the number of outputs of ``joint`` that belong to the forward.
+    """
     regions, peers = training.regions, training.loop.peers
     together = any(map(torch_compat.is_shared, joint.graph.nodes))
     if regions.several:
@@ -173,7 +194,10 @@ def _graph_of(
     output_count: int,
     peers: Peers | None,
 ) -> Graph:
-    """Return a planned graph, or the cached one where it was captured before."""
+    """Return a joint graph as a planned :class:`Graph`, or an equal one that was planned before.
+
+    With ``peers`` all of these processes plan it together. See :func:`_planned_graph`.
+    """
     inputs, options, loop = _real_inputs(joint, example_inputs), training.options, training.loop
     made = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
     gradients = [inputs[primal] for primal in made if primal in inputs]
@@ -213,9 +237,10 @@ def _graph_of(
 
 
 def _caller(training: Training, gradients: list[torch.Tensor]) -> Caller:
-    """Return the bytes that the caller of the graph that is captured now holds.
+    """Return the bytes that the training loop holds around a call of the graph being captured.
 
-    The loss and its target belong to the first graph, or to none in a step of several graphs.
+    The memory of the loss is known for the outputs of the first graph. For later graphs of the
+    whole model it is scaled by the bytes of their outputs.
 
     Args:
         training: the training that captures the graph.
@@ -234,7 +259,7 @@ def _caller(training: Training, gradients: list[torch.Tensor]) -> Caller:
 
 
 def _resolve(reference: Callable[[], Training | None]) -> Training:
-    """Return the training of a graph that runs: its owner makes the call, so it exists."""
+    """Return the training that a weak reference refers to; it exists while its model is called."""
     training = reference()
     assert training is not None
     return training
@@ -243,7 +268,13 @@ def _resolve(reference: Callable[[], Training | None]) -> Training:
 def _forward(
     reference: Callable[[], Training | None], place: int, ended_by: str
 ) -> Callable[..., Any]:
-    """Return the forward of the graph at index ``place`` of a training."""
+    """Return the callable that Dynamo calls as the forward of one graph: it runs the graph's plan.
+
+    Args:
+        reference: returns the training, or ``None`` once it is collected.
+        place: the index of the graph in ``training.graphs``.
+        ended_by: the user's line at which the graph ends, and what ends it; empty if unknown.
+    """
 
     def forward(args: list[Any]) -> Any:
         training = _resolve(reference)
@@ -268,14 +299,14 @@ def _forward(
 
 
 def _backward(args: list[Any]) -> Sequence[Any]:
-    """Run the backward of the step whose token is the first argument."""
+    """Run the planned backward of a step, whose token is ``args[0]``, and return the gradients."""
     return run_backward(Step.of(args[0]), args)
 
 
 def _inference(
     reference: Callable[[], Training | None], graph: fx.GraphModule
 ) -> Callable[..., Any]:
-    """Return what runs a graph without a backward, which is not planned."""
+    """Return a callable that runs a graph without a backward; such a graph is not planned."""
 
     def run(args: list[Any]) -> Any:
         if _resolve(reference).dry_run:
@@ -288,13 +319,13 @@ def _inference(
 
 @dataclass(eq=False)
 class _StepHolder:
-    """Lives as long as the autograd graph of a step, and keeps the step alive as long."""
+    """An object that the autograd graph of a step holds, so that the step lives as long as it."""
 
     step: object
 
 
 def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run``, a compiled step, with :func:`check_backward` before its backward."""
+    """Return ``run``, a compiled forward, with :func:`check_backward` before its backward."""
 
     def call(*args: Any) -> Any:
         try:
@@ -323,10 +354,10 @@ def backward_checked(run: Callable[..., Any]) -> Callable[..., Any]:
 def check_backward(
     _gradients: object, *, settings: Mapping[str, object] = _NO_SETTINGS, _held: object = None
 ) -> None:
-    """Check that a backward that begins computes the right gradients.
+    """Raise ``BackwardError`` if the backward that begins would compute wrong gradients.
 
     Args:
-        settings: the kernel settings of its forward; none where nothing is recomputed.
+        settings: the kernel settings during its forward, by name; empty if nothing is recomputed.
         _held: an object that has to live as long as the backward may run.
 
     Raises:
@@ -354,7 +385,7 @@ def check_backward(
 def _real_inputs(
     joint: fx.GraphModule, example_inputs: Sequence[Any]
 ) -> Mapping[int, torch.Tensor]:
-    """Return the values of the joint graph's primals that are tensors with data."""
+    """Return the inputs (primals) of the joint graph that are tensors with data, by index."""
     values: dict[int, torch.Tensor] = {}
     for primal, value in enumerate(torch_compat.primal_values(joint, example_inputs)):
         if isinstance(value, torch.Tensor) and not torch_compat.is_fake(value):
@@ -365,6 +396,6 @@ def _real_inputs(
 def _places(
     inputs: Mapping[int, torch.Tensor], arguments: Sequence[tuple[str, torch.Tensor]]
 ) -> dict[int, str]:
-    """Return, for each primal that is an argument of the call, the argument's name."""
+    """Return the place, such as ``args[0]``, of each primal that is an argument of the call."""
     place = {id(tensor): name for name, tensor in reversed(arguments)}
     return {i: place[id(tensor)] for i, tensor in inputs.items() if id(tensor) in place}

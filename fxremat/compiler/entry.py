@@ -33,7 +33,7 @@ class Backend:
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **_options: Any
     ) -> Callable[..., Any]:
-        """Compile one graph of Dynamo's."""
+        """Plan one graph captured by Dynamo, and return the callable that runs it as planned."""
         training = self.training()
         assert training is not None  # the training's owner makes the call
         return compile_graph(training, module, example_inputs)
@@ -42,14 +42,15 @@ class Backend:
 class Entry:
     """A forward that Dynamo captures when it is called.
 
-    One capture with symbols serves all sizes. The sizes of the first call have a capture with
-    numbers, which has fewer operations and whose plan stays exact when other sizes follow.
+    One capture with symbols as tensor sizes serves all sizes. The sizes of the first call have a
+    capture with numbers, which has fewer operations and whose plan stays exact when other sizes
+    follow.
 
     Args:
         forward: the function to capture.
         backend: the backend of Dynamo.
-        dynamic: ``True``: symbols from the first call on; ``False``: never symbols; ``None``:
-            symbols from the second size on, where the operations allow it.
+        dynamic: ``True``: all captures have symbols as sizes; ``False``: none has; ``None``: those
+            after the first size have symbols, if the operations allow it.
         whole: whether the forward must be captured as one graph.
         failures: returns the exceptions that mean that the capture failed before anything ran.
         on_failure: is called with such an exception and with the arguments, and returns the
@@ -79,7 +80,7 @@ class Entry:
         self._are_dynamic = False  # other sizes were captured with symbols
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the forward, which is captured where no capture serves these arguments."""
+        """Return the outputs of the forward; capture it first if no capture fits the call."""
         try:
             if self._dynamic is False:
                 return self._run_first(*args, **kwargs)
@@ -122,7 +123,7 @@ class Entry:
         return results
 
     def _fix_sizes(self) -> None:
-        """Capture each size separately from now on: the operations do not allow symbols."""
+        """Capture each tensor size separately, with numbers instead of symbols, from now on."""
         own = torch_compat.with_code_of_its_own(self._forward)
         self._run_first = torch_compat.compile_function(
             own, self._backend, whole=self._whole, dynamic=False
@@ -131,7 +132,7 @@ class Entry:
 
 
 class SeparateCapture:
-    """A context in which modules are captured although their callers are not.
+    """A context in which Dynamo captures modules although it does not capture their callers.
 
     The given modules are never part of their caller's graph. Torch's containers, which Dynamo skips
     when code calls them that it has left to Python, are captured.
@@ -189,7 +190,7 @@ def trace_only(
     *,
     dynamic: bool | None,
 ) -> Exception | None:
-    """Trace a call as one graph without running it; return the exception where that fails.
+    """Trace a call as one graph without running it; return the error, or ``None`` on success.
 
     Args:
         forward: the function to trace.
@@ -215,7 +216,7 @@ _NAMED_BACKEND = "fxremat.module.backend"
 
 
 def _is_fxremat(backend: object) -> bool:
-    """Return whether a backend of Dynamo is a :class:`Backend` or ``backend="fxremat"``."""
+    """Return whether a Dynamo backend is a :class:`Backend` or that of ``backend="fxremat"``."""
     return isinstance(backend, Backend) or getattr(backend, "__module__", "") == _NAMED_BACKEND
 
 
@@ -253,5 +254,5 @@ _RULES = torch_compat.Rules(
 
 
 def forbid_silent_fallback() -> None:
-    """Patch Dynamo so that it never runs code of this backend uncompiled without an error."""
+    """Patch Dynamo to raise an error where it would run code of this backend uncompiled."""
     torch_compat.never_uncompiled(_RULES)

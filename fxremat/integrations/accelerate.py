@@ -91,11 +91,7 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def check_state(state: AcceleratorState) -> None:
-    """Refuse an accelerator that compiles or shards the model itself.
-
-    Raises:
-        ArgumentError: the accelerator does so.
-    """
+    """Raise ``ArgumentError`` if an accelerator compiles or shards the model itself."""
     backend = state.dynamo_plugin.backend
     if backend != DynamoBackend.NO:
         raise ArgumentError(

@@ -23,7 +23,7 @@ from fxremat.options.budget import Readable
 
 
 def check_options(budget: Readable | None, options: Mapping[str, Any]) -> None:
-    """Refuse options that a callback cannot use, when it is constructed.
+    """Raise an error if a callback cannot use ``budget`` or ``options``.
 
     Raises:
         ArgumentError: a sample is given, or an option cannot be read.
@@ -83,18 +83,18 @@ class InPlace:
         self.begin()
 
     def begin(self) -> None:
-        """Run calls of the model as planned, from construction on and again after :meth:`end`."""
+        """Make calls of the model run as planned; the constructor does so, too."""
         if self.compiled is not self.model:
             self._forward = self.model.forward
             torch_compat.call_instead(self.model, self)
 
     def end(self) -> None:
-        """Run the model's own forward from now on."""
+        """Make calls of the model run its own forward again."""
         if torch_compat.called_instead(self.model) is self:
             torch_compat.call_instead(self.model, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model as planned."""
+        """Run a call of the model as planned, and return its outputs."""
         if self.model.forward != self._forward:  # another forward was assigned
             self._bypassed = True
             return torch_compat.own_call(self.model)(*args, **kwargs)
@@ -111,7 +111,7 @@ class InPlace:
         return type(None), ()
 
     def facts(self) -> dict[str, int]:
-        """Return figures of the present plan in bytes, for a log; none before the first plan."""
+        """Return budget and peaks of the present plan in bytes, by name; empty without a plan."""
         if not self.compiled.plans:
             return {}
         try:
@@ -127,7 +127,10 @@ class InPlace:
         return facts
 
     def begin_step(self) -> None:
-        """Begin to measure a step, before its forward; on CUDA, reset the allocator's peak."""
+        """Begin to measure the peak memory of a step, before its forward.
+
+        On CUDA this resets torch's peak statistics.
+        """
         device = device_of(self.model)
         self._plans_before = len(self.compiled.plans)
         self._called = self._bypassed = False
@@ -135,7 +138,7 @@ class InPlace:
             torch.cuda.reset_peak_memory_stats(device)
 
     def end_step(self) -> None:
-        """Measure the step after its backward, unless it was planned meanwhile."""
+        """Update ``measured_peak_bytes`` after a backward, unless a plan was made in the step."""
         device, before = device_of(self.model), self._plans_before
         self._plans_before = None
         if device.type == "cuda" and before and before == len(self.compiled.plans):
@@ -143,7 +146,7 @@ class InPlace:
             self.measured_peak_bytes = max(peak_bytes, self.measured_peak_bytes or 0)
 
     def check_planned(self, remedy: str) -> None:
-        """Check after a step that it ran as planned.
+        """Raise ``ArgumentError`` if the step that has ended did not run as planned.
 
         Args:
             remedy: the advice to a user whose step never calls the model.

@@ -56,7 +56,7 @@ class FxrematCallback(Callback):  # type: ignore[misc]
         return None if self._fitting is None else self._fitting.compiled
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a strategy that cannot follow a plan.
+        """Raise ``ArgumentError`` if the trainer's strategy cannot follow a plan.
 
         Raises:
             ArgumentError: the strategy shards the module.
@@ -74,7 +74,7 @@ class FxrematCallback(Callback):  # type: ignore[misc]
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run the module as planned from now on. It is complete, and the optimizers exist."""
+        """Make calls of the module run as planned; module and optimizers are complete by now."""
         options: dict[str, Any] = {"accumulate": trainer.accumulate_grad_batches > 1}
         if len(trainer.optimizers) == 1:
             options["optimizer"] = trainer.optimizers[0]
@@ -82,17 +82,17 @@ class FxrematCallback(Callback):  # type: ignore[misc]
         self._fitting = InPlace(self._find(pl_module), self._budget, {**options, **self._options})
 
     def on_train_batch_start(self, *_given: Any) -> None:
-        """Begin to measure the step."""
+        """Begin to measure the peak memory of the step."""
         if self._fitting is not None:
             self._fitting.begin_step()
 
     def on_after_backward(self, *_given: Any) -> None:
-        """Measure the step."""
+        """Record the peak memory of the step."""
         if self._fitting is not None:
             self._fitting.end_step()
 
     def on_train_batch_end(self, trainer: Trainer, *_given: Any) -> None:
-        """Log the figures that have changed, after checking that the step ran as planned."""
+        """Check that the step ran as planned, and log budget and peaks if any has changed."""
         if self._fitting is None:
             return
         self._fitting.check_planned(
@@ -108,13 +108,13 @@ class FxrematCallback(Callback):  # type: ignore[misc]
                 logger.log_metrics(metrics, step=trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Run the module's own forward again."""
+        """Make calls of the module run its own forward again."""
         self._end()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Run the module's own forward again."""
+        """Make calls of the module run its own forward again."""
         self._end()
 
     def _end(self) -> None:

@@ -64,7 +64,15 @@ def activation_memory_budget(share: float) -> Iterator[None]:
 
 
 def _saved(partition: Partition, cache: CostCache) -> set[fx.Node]:
-    """Return the random results, and the candidates that make recomputing the rest fastest."""
+    """Return the nodes whose results are saved between forward and backward.
+
+    They are all random results, and, within the limit of bytes, those candidates without which
+    recomputing the others takes the least time.
+
+    Args:
+        partition: the forward, the candidates with their sizes, and the limit.
+        cache: measured times of operations.
+    """
     sizes = dict(zip(partition.candidates, partition.sizes, strict=True))
     drawn = {node for node in sizes if torch_compat.draws_random_numbers(node)}
     units = {node: math.ceil(size * UNITS) for node, size in sizes.items()}

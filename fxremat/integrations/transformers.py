@@ -73,13 +73,13 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
         return None if self._training is None else self._training.compiled
 
     def on_init_end(self, args: Any, _state: Any, _control: Any, **_others: Any) -> None:
-        """Refuse training arguments that conflict with a plan, before anything is loaded."""
+        """Raise ``ArgumentError`` if training arguments conflict with a plan."""
         _check(args)
 
     def on_train_begin(
         self, args: Any, _state: Any, _control: Any, *, model: nn.Module, **others: Any
     ) -> None:
-        """Run the model as planned from now on."""
+        """Make calls of the model run as planned until :meth:`on_train_end`."""
         _check(args)
         if getattr(model, f"is_{_checkpointing(args)}", False):
             _refuse(_checkpointing(args), True, f"model.{_checkpointing(args)}_disable()")
@@ -99,12 +99,12 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
         self._training, self._optimizer = InPlace(model, self._budget, options), optimizer
 
     def on_step_begin(self, _args: Any, _state: Any, _control: Any, **_others: Any) -> None:
-        """Begin to measure the step."""
+        """Begin to measure the peak memory of the step."""
         if self._training is not None:
             self._training.begin_step()
 
     def on_pre_optimizer_step(self, _args: Any, _state: Any, _control: Any, **_others: Any) -> None:
-        """Measure the step, and check that it ran as planned."""
+        """Record the peak memory of the step, and raise ``ArgumentError`` if it was not planned."""
         if self._training is not None:
             self._training.end_step()
             self._training.check_planned("call the model in compute_loss")
@@ -112,20 +112,22 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
     def on_log(
         self, _args: Any, state: Any, _control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Add the figures of the plan to a log entry with a loss."""
+        """Add budget, predicted peak and measured peak to a log entry that has a loss."""
         if self._training is not None and logs is not None and "loss" in logs:
             facts = self._training.facts()
             logs.update(facts)
             state.log_history[-1].update(facts)
 
     def on_train_end(self, _args: Any, _state: Any, _control: Any, **_others: Any) -> None:
-        """Run the model's own forward again."""
+        """Make calls of the model run its own forward again."""
         if self._training is not None:
             self._training.end()
 
 
 def _check(args: Any) -> None:
-    """Refuse training arguments that also recompute or compile, or that replicate the model.
+    """Raise ``ArgumentError`` if training arguments let others recompute or replace the step.
+
+    These are gradient checkpointing, ``torch_compile``, ``DataParallel`` and sharding.
 
     Raises:
         ArgumentError: there is such an argument, which the error names.
@@ -141,7 +143,7 @@ def _check(args: Any) -> None:
 
 
 def _checkpointing(args: Any) -> str:
-    """Return the name of the argument for gradient checkpointing."""
+    """Return the name of the training argument that enables gradient checkpointing."""
     new, old = "activation_checkpointing", "gradient_checkpointing"
     return new if hasattr(args, new) else old
 

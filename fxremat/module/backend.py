@@ -106,10 +106,9 @@ def plan_of(compiled: object) -> Plan | StepPlan:
 
 
 def _usual_executor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Executor:
-    """Return the executor where ``executor`` is not given.
+    """Return the default of ``executor``: ``"inductor"`` on a GPU with Triton, else ``"eager"``.
 
     A user of ``torch.compile`` on a GPU expects the speed and the rounding of Inductor's kernels.
-    Where Triton does not work there are none.
     """
     given = (x for x in example_inputs if isinstance(x, torch.Tensor))
     devices = {tensor.device for tensor in (*given, *module.parameters(), *module.buffers())}
@@ -119,7 +118,7 @@ def _usual_executor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Ex
 
 
 def _training_of(module: fx.GraphModule, asked: Arguments) -> Training:
-    """Return the training of a model whose first graph is ``module``."""
+    """Create the ``Training`` of a model from its first captured graph and the checked options."""
     classes = [own for own in asked.optimizers if isinstance(own, type)]
     if classes:
         raise ArgumentError(
@@ -133,7 +132,7 @@ def _training_of(module: fx.GraphModule, asked: Arguments) -> Training:
 
 
 def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None:
-    """Return what ``loss=`` needs; ``None`` without one, or where the model has further graphs.
+    """Return the measured memory of ``loss=``; ``None`` without one, or if more graphs follow.
 
     Raises:
         ArgumentError: the loss cannot be computed from the tensors that the model returns.
@@ -157,7 +156,7 @@ def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None
 
 
 def _target_bytes(module: fx.GraphModule, asked: Arguments) -> tuple[int, ...]:
-    """Return the bytes of the tensors that a loss compares outputs with, on their devices."""
+    """Return the bytes of each storage of the loss's target on the devices of the outputs."""
     devices = {t.device for t in torch_compat.results_of_captured(module)} if asked.loss else ()
     each = (target_bytes(asked.loss, nn.Module(), Sample(), device) for device in devices)
     return tuple(itertools.chain.from_iterable(each))

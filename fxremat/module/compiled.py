@@ -38,14 +38,14 @@ class CompiledModule(nn.Module):
     Attributes:
         plan: the plan of the latest step, or of the sample before any step: a ``StepPlan`` if the
             model is captured as several graphs.
-        plans: one plan for each step context so far, in order.
+        plans: the plans so far, in order: one for each combination of sizes and existing gradients.
     """
 
     __slots__ = ("_state",)
     _state: ModuleState
 
     def __init_subclass__(cls, **_options: Any) -> None:
-        """Do nothing: a base class that registers its subclasses has the model's class already."""
+        """Do nothing, so that a base class that registers its subclasses ignores this one."""
 
     @property
     def plan(self) -> Plan | StepPlan:
@@ -58,12 +58,12 @@ class CompiledModule(nn.Module):
         return latest_plan(self._training, self._parameter_names)
 
     def _parameter_names(self) -> dict[int, str]:
-        """Return the names of the model's parameters by ``id``."""
+        """Return the names of the model's parameters by ``id`` of the parameter."""
         return {id(own): name for name, own in self._state.original.named_parameters()}
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """One plan for each step context so far, in order."""
+        """The plans so far, in order: one for each combination of sizes and existing gradients."""
         if self._state.runner is None:
             return ()
         return tuple({id(plan): plan for plan in self._training.records()}.values())
@@ -79,7 +79,7 @@ class CompiledModule(nn.Module):
         return self.plan.backward_code
 
     def trace_step(self, step: Callable[[], object]) -> StepTrace:
-        """Run ``step`` once, and measure the time of each call and each transfer.
+        """Run ``step`` once, and measure the time of each call of a stage and each transfer.
 
         Args:
             step: a function that runs one forward and one backward of this module.
@@ -116,7 +116,7 @@ class CompiledModule(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        """Copy the model; the copy is planned when it is first trained."""
+        """Return a compiled copy of the model, which is planned when it is first trained."""
         copied: CompiledModule = object.__new__(type(self))
         memo[id(self)] = copied
         original = copy.deepcopy(self._state.original, memo)
@@ -127,7 +127,7 @@ class CompiledModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, _protocol: object) -> Any:
-        """Pickle the model without its loss, which may be any object, but with its loss's needs."""
+        """Pickle the model and its options, with the measured memory of ``loss=`` in its place."""
         state = self._state
         options, inherited = state.for_copy()
         if options.loss not in (None, own_loss):
@@ -142,7 +142,7 @@ class CompiledModule(nn.Module):
 
 
 def _unsaved_loss(model: nn.Module) -> str:
-    """Return the warning that a pickled module loses a loss that was never measured."""
+    """Return the warning for pickling a module whose ``loss=`` was not measured yet."""
     name = type(model).__name__
     return (
         f"{name} is saved before its first training step. Its loss= is not saved and its memory is "
@@ -153,7 +153,7 @@ def _unsaved_loss(model: nn.Module) -> str:
 
 
 def compile_module(model: nn.Module, options: Arguments, sample: Sample | None) -> CompiledModule:
-    """Return ``model`` as a module that trains as planned.
+    """Return a compiled module of ``model``, planned for ``sample`` if one is given.
 
     Args:
         model: the model, which is not changed.
@@ -185,7 +185,7 @@ def compile_module(model: nn.Module, options: Arguments, sample: Sample | None) 
 
 
 def _differentiable(value: Any) -> Any:
-    """Return a value of a sample, cloned where autograd refuses to save an inference tensor."""
+    """Return a clone of ``value`` if it is an inference tensor, which autograd cannot save."""
     if isinstance(value, torch.Tensor) and value.is_inference():
         return value.clone()
     return value
@@ -213,7 +213,14 @@ def _restored(
     inherited: Inherited,
     assigned: Callable[..., Any] | None,
 ) -> CompiledModule:
-    """Return a compiled module as it was pickled or copied."""
+    """Return the compiled module that a pickle or ``copy.copy`` describes.
+
+    Args:
+        original: the model.
+        options: the arguments of :func:`fxremat.compile`.
+        inherited: the plan and loss memory that its first step takes over.
+        assigned: the forward that was assigned to the module, if any.
+    """
     module = _wrapped(original, options, inherited)
     module._state.assigned = assigned
     return module
@@ -224,7 +231,7 @@ _classes = weakref.WeakKeyDictionary()
 
 
 def _class_of(model: type[nn.Module]) -> type[CompiledModule]:
-    """Return the subclass of ``model`` that its compiled instances have."""
+    """Return the class of compiled modules of ``model``: its subclass with a planned forward."""
     if model not in _classes:
         attributes: dict[str, object] = {
             "__slots__": (),

@@ -33,14 +33,15 @@ def plan_first_step(
     loss_needs: LossNeeds | None = None,
     detaches: bool = True,
 ) -> Runner:
-    """Plan the step of one call and return what runs the model's training calls.
+    """Plan the step of one call, and return the runner of the model's training calls.
 
     Args:
         model: the model, which is not changed.
         call: the arguments of the call.
         options: the arguments of :func:`fxremat.compile`.
         hooked: whether hooks of the model still have to run on the call's arguments.
-        loss_needs: the measured needs of a loss that ``options`` no longer have.
+        loss_needs: the measured memory of a loss that ``options`` no longer contain, as in a module
+            that was pickled.
         detaches: whether outputs that the loss does not use get no gradient. It must be false
             where earlier steps gave them zeros: an optimizer skips a parameter without a gradient.
 
@@ -66,7 +67,10 @@ def _planned(
     loss_needs: LossNeeds | None,
     detaches: bool,
 ) -> Runner:
-    """Plan the step of one call by options on which all processes have agreed."""
+    """Return the runner of a model, planned for one call; all processes have these options.
+
+    See :func:`plan_first_step`, with ``peers`` as the processes that train together.
+    """
     regions = options.modules(torch_compat.wrapped_by(model))
     if torch_compat.is_sharded(model):
         return _sharded_runner(model, options, regions, peers)
@@ -112,10 +116,11 @@ def _planned(
 def _sharded_runner(
     model: nn.Module, options: Arguments, regions: Sequence[nn.Module], peers: Peers | None
 ) -> Runner:
-    """Return the runner of a model whose parameters exist only while they are needed.
+    """Return the runner of a model sharded by ``fully_shard``, which nothing is planned for yet.
 
-    Calls of its modules gather them from other processes, so that only the user's calls may run
-    the model. A tensor that is gathered or reduced may be freed later than in the watched steps.
+    Calls of its modules gather parameters from other processes, so that only the user's calls may
+    run the model. A tensor that is gathered or reduced may be freed later than in the steps that
+    were measured.
     """
     training = Training.of(options, model, peers=peers)
     training.refuse_single_graph_options("fully_shard has hooks around its modules")
@@ -129,9 +134,9 @@ def _sharded_runner(
 def _loss_needs(
     model: nn.Module, call: Sample, options: Arguments, inherited: LossNeeds | None
 ) -> LossNeeds | None:
-    """Return what a loss outside the model needs, or ``None`` where its steps have to show it.
+    """Return the memory of a loss outside the model; ``None`` if only running steps can show it.
 
-    It is measured on outputs without data, and only of a model that can be one graph.
+    It is measured on outputs without data, if the model can be captured as one graph.
     """
     if options.loss is None and inherited is None:
         return None

@@ -60,7 +60,7 @@ class PlannedForward:
         return module._state.assigned or types.MethodType(self._planned, module)
 
     def __set__(self, module: Any, forward: Callable[..., Any]) -> None:
-        """Assign a forward; one that this wraps, at any depth, restores the planned forward."""
+        """Assign a forward to a module; the planned one, or one that it wraps, undoes this."""
         function: Any = getattr(forward, "__func__", forward)
         own: Any = self._planned
         while function is not own and hasattr(own, "__wrapped__"):
@@ -76,10 +76,10 @@ class PlannedForward:
 def _call_without_training(
     state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call the model's own forward, in eval mode or without gradients.
+    """Return the outputs of the model's own forward, in eval mode or without gradients.
 
-    Training in eval mode is warned of: at once where no step was trained before, and otherwise
-    when a backward shows that the call was no evaluation.
+    A call in eval mode with gradients enabled warns once that training in eval mode is not planned:
+    at once if no step was trained before, and otherwise when a backward of its outputs runs.
     """
     if not torch.is_grad_enabled() or _EVAL in state.warned:
         return state.original.forward(*args, **kwargs)
@@ -106,7 +106,7 @@ def _warn_of_eval(state: ModuleState) -> None:
 
 
 def _obstacle_to_planning(state: ModuleState) -> str:
-    """Return the circumstances of this call under which nothing can be planned, or ``""``."""
+    """Return, as text for a warning, why this call cannot be planned; ``""`` if it can."""
     if torch_compat.in_transform():
         return "inside a transform of torch.func, such as torch.func.grad or vmap"
     if torch_compat.in_dispatch_mode():
@@ -119,7 +119,14 @@ def _obstacle_to_planning(state: ModuleState) -> str:
 def _call_original(
     state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any], obstacle: str
 ) -> Any:
-    """Call the model's own forward in training, and warn once for each kind of obstacle."""
+    """Return the outputs of the model's own forward, and warn once that it is not planned.
+
+    Args:
+        state: the state of the module.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+        obstacle: the result of :func:`_obstacle_to_planning`.
+    """
     if obstacle not in state.warned:
         state.warned.add(obstacle)
         warn(

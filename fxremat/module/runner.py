@@ -88,12 +88,12 @@ class Runner:
         weakref.finalize(self, unwatch).atexit = False
 
     def release(self) -> None:
-        """Drop all references to the model, which no caller runs any more."""
+        """Delete all attributes, including references to the model: nothing runs it any more."""
         self.__dict__.clear()
 
     @property
     def may_retry_whole(self) -> bool:
-        """Whether to try again to capture a model in pieces as one graph.
+        """Whether to try again to capture the model, now captured in pieces, as one graph.
 
         What the model does in its first call only breaks no later capture, and neither does a hook
         that was removed. A retry requires that the model was trained, that no step is in flight,
@@ -108,7 +108,7 @@ class Runner:
         return loop.peers is None and not any(loop.in_flight)
 
     def traces_whole(self, call: Sample) -> bool:
-        """Return whether a model in pieces traces as one graph; see :attr:`may_retry_whole`."""
+        """Return whether the model, now captured in pieces, traces as one graph at this call."""
         self._retried_with = list(map(len, self._hooks or ()))
         error = trace_only(self._forward, call.args, call.kwargs, dynamic=self._dynamic)
         # A failed trace is in a reference cycle, together with the batch.
@@ -125,19 +125,22 @@ class Runner:
             self._run = self._call_pieces
 
     def _call_detaching(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the capture; a backward through an output that it detaches raises."""
+        """Return the outputs of the captured forward; a backward through a detached one raises."""
         outputs, detached = self._call_captured(*args, **kwargs)
         return refuse_gradients(outputs, detached) if detached else outputs
 
     def _call_captured(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the capture: one graph, or pieces once the model could not be one graph."""
+        """Run the captured forward, as one graph or in pieces, and return its outputs."""
         run = self._whole if self._pieces is None else self._call_pieces
         return run(*args, **kwargs)
 
     def _switch_to_pieces(
         self, failed: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the model in pieces after its capture as one graph failed: nothing has run yet."""
+        """Return the outputs of the model in pieces, after its capture as one graph failed.
+
+        Nothing of the call has run yet. All later calls run in pieces, too.
+        """
         training = self.training
         try:
             why = self._reason_not_whole(failed, Sample(args, kwargs))
@@ -167,15 +170,15 @@ class Runner:
             raise aborted.error from None
 
     def _capture_failures(self) -> tuple[type[Exception], ...]:
-        """Return the exceptions of a failed capture: any exception where nothing runs."""
+        """Return the exception classes that mean a failed capture; in a dry run all do."""
         return (Exception,) if self.training.dry_run else torch_compat.capture_failures()
 
     def _reason_not_whole(self, error: BaseException, call: Sample) -> CaptureError:
-        """Return why a call cannot be captured as one graph.
+        """Return the reason why a call cannot be captured as one graph.
 
         Raises:
-            Exception: ``error``, where pieces would fail as well; what the model itself raises at
-                the call; the reason, where the model must be captured as one graph.
+            Exception: ``error``, if a capture in pieces would fail as well; what the model itself
+                raises at the call; the reason, if the model must be captured as one graph.
         """
         cause = torch_compat.failure_cause(error)
         cuda_graph.refuse_planning()
@@ -202,12 +205,12 @@ class Runner:
         *,
         captured: Callable[..., Any] | None = None,
     ) -> Any:
-        """Run the forward as planned.
+        """Run the forward as planned, and return its outputs.
 
         Args:
             args: the positional arguments of the call.
             kwargs: the keyword arguments of the call.
-            captured: what to call in place of the captured forward.
+            captured: the callable to run in place of the captured forward.
 
         Raises:
             BudgetError: this call needs more than the budget.
@@ -253,14 +256,17 @@ class Runner:
             del failed, failure  # this frame would be in a cycle with them
 
     def _resident_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the bytes that are held when a call begins."""
+        """Return the bytes on the device that count as held when a call begins.
+
+        They include tensors of the model, the arguments, and what other networks hold.
+        """
         loop = self.training.loop
         nbytes = model_bytes(_resident(self.original, args, kwargs), loop.caller, self._device)
         nbytes += loop.optimizers.more_bytes
         return nbytes + loop.slack_bytes(self._device) + loop.networks_bytes()
 
     def _error_to_raise(self, error: BaseException, call: Sample) -> BaseException:
-        """Return the error that explains to the user why ``call`` could not be captured."""
+        """Return the error to raise to the user after the capture of ``call`` raised ``error``."""
         cause = torch_compat.failure_cause(error)
         of_planning = (FxrematError, torch.OutOfMemoryError, torch.AcceleratorError)
         raised = cause if isinstance(cause, of_planning) else model_error(self._inner, call)
@@ -308,11 +314,11 @@ class Runner:
 
 
 def _with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """Return a module that shares all of ``model`` but its forward: its hooks run as before."""
+    """Return a module with the attributes and hooks of ``model``, but with another ``forward``."""
 
     class Quiet:
         def __init_subclass__(cls, **_options: Any) -> None:
-            """Do nothing: a base class that registers its subclasses has this one already."""
+            """Do nothing, so that a base class that registers its subclasses ignores this one."""
 
     attributes = {"forward": property(lambda _self: forward)}
     bases = (Quiet, type(model))
@@ -325,6 +331,6 @@ def _with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 def _resident(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a model and of the arguments of a call."""
+    """Return the tensors of a model, and those in the arguments of a call."""
     given = (value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor))
     return (*torch_compat.tensors_of_module(model), *given)

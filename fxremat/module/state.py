@@ -29,11 +29,11 @@ from fxremat.runtime import cuda_graph
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What a copied or unpickled module takes over from the module that it was made from.
+    """The plan and loss memory that a copied or unpickled module takes over from its original.
 
     Attributes:
         plan: the plan that the first step follows, if it is a plan of that step.
-        loss_needs: the measured needs of the loss, which is not pickled itself.
+        loss_needs: the measured memory of the loss, which is not pickled itself.
     """
 
     plan: Plan | None = None
@@ -45,7 +45,7 @@ NOTHING_INHERITED = Inherited()
 
 @dataclass  # Python 3.10 cannot combine slots with weak references
 class ModuleState:
-    """What a compiled module holds in addition to its model.
+    """State of a compiled module in addition to that of its model.
 
     Attributes:
         original: the model.
@@ -86,7 +86,7 @@ class ModuleState:
         weakref.finalize(self, _release, weakref.ref(runner)).atexit = False
 
     def for_copy(self) -> tuple[Arguments, Inherited]:
-        """Return the options of a copy of the module, and what the copy inherits."""
+        """Return the options of a copy, and the plan and loss memory that it takes over."""
         options, runner = self.options, self.runner
         classes = (own if isinstance(own, type) else type(own) for own in options.optimizers)
         options = replace(options, optimizers=tuple(dict.fromkeys(classes)))
@@ -108,7 +108,7 @@ def _release(reference: weakref.ref[Runner]) -> None:
 
 
 def ensure_initialized(state: ModuleState, call: Sample) -> bool:
-    """Return whether all parameters exist, after Dynamo has created those that it can create."""
+    """Create lazy parameters by tracing ``call``; return whether all parameters now exist."""
     model = state.original
     with state.starting:
         if torch_compat.is_uninitialized(model):
@@ -120,7 +120,7 @@ def ensure_initialized(state: ModuleState, call: Sample) -> bool:
 
 
 def runner_for(state: ModuleState, call: Sample) -> Runner:
-    """Return the runner of a training call, after planning the first step where none is planned.
+    """Return the runner of a training call; plan the first step if none is planned yet.
 
     A model that runs in several graphs gets a new runner once it can be captured as one graph.
     """
@@ -136,7 +136,15 @@ def runner_for(state: ModuleState, call: Sample) -> Runner:
 
 
 def _start_whole(state: ModuleState, before: Runner, call: Sample) -> Runner | None:
-    """Plan a model in pieces as one graph; return ``None`` where it has to stay in pieces."""
+    """Plan a model, so far captured in pieces, as one graph, and return its new runner.
+
+    Return ``None`` if the model must stay in pieces.
+
+    Args:
+        state: the state of the module.
+        before: the runner of the pieces.
+        call: the arguments of the present call.
+    """
     if not before.traces_whole(call):
         return None
     try:
@@ -150,7 +158,7 @@ def _start_whole(state: ModuleState, before: Runner, call: Sample) -> Runner | N
 
 
 def start(state: ModuleState, call: Sample, *, hooked: bool, detaches: bool = True) -> Runner:
-    """Plan the first step, by the inherited plan if it is a plan of this step.
+    """Plan the first step, by the inherited plan if it fits this step, and return the runner.
 
     Args:
         state: the state of the module.

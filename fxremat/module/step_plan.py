@@ -75,7 +75,10 @@ def step_plan(loop: Loop, regions: Regions, names: Callable[[], Mapping[int, str
 
 
 def _followed(ran: Sequence[RegionCall]) -> tuple[StepProfile, list[int]] | None:
-    """Return the planned step that the calls were recognized as, and their places in it."""
+    """Return the profile whose plans all calls of a step followed, and their indices in it.
+
+    Return ``None`` if there is no such profile, or no plans were chosen for it.
+    """
     for known in dict(ran[0].matches) if ran else ():
         places = [dict(call.matches).get(known) for call in ran]
         matched = [place for place in places if place is not None]
@@ -114,13 +117,20 @@ def _row(
 
 
 def _modules_of(modules: Sequence[str]) -> str:
-    """Return the innermost module that contains all ``modules``, or their first and last block."""
+    """Return the module that contains all ``modules``, or a name for the range of their blocks."""
     blocks = list(dict.fromkeys(map(block_of, modules)))
     return named(blocks) if len(blocks) > 1 else common_module(modules)
 
 
 def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
-    """Return the peaks of the step, during and after each region, in both directions."""
+    """Return peaks of a step in bytes: four of each region, in no particular order.
+
+    They are those during its forward, during its backward, and in the code after each of them.
+
+    Args:
+        rows: the regions.
+        there_bytes: the bytes allocated when the step begins.
+    """
     peaks, held_bytes = [], there_bytes
     for row in rows:
         peaks += [row.forward_peak_bytes, row.backward_peak_bytes]
@@ -131,7 +141,7 @@ def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
 
 
 def _why_no_plan(regions: Regions) -> str:
-    """Return the message that the last step followed no plan of all its regions."""
+    """Return the message of the error that the last step followed no jointly chosen plans."""
     told = regions.warnings
     why = next(iter(told.breaks or ()), "") or _shortened(told.why)
     if told.breaks is None:
@@ -151,7 +161,7 @@ def _why_no_plan(regions: Regions) -> str:
 
 
 def _shortened(why: str) -> str:
-    """Return the first line of a reason, and the line of the user's source that it names."""
+    """Return the first line of ``why``, and its last line that begins with ``File``."""
     first, *more = why.splitlines() or [""]
     lines = [line.strip() for line in more if line.strip().startswith("File ")]
     return " ".join([first, *lines[-1:]])

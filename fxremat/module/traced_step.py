@@ -24,7 +24,7 @@ def trace_step(
     training: Training,
     device: torch.device,
 ) -> StepTrace:
-    """Run ``step`` and measure when each event of its plan happens, in seconds.
+    """Run ``step`` once; return the predicted and the measured time of each event of its plan.
 
     Args:
         step: runs one forward and one backward of the compiled module.
@@ -53,7 +53,13 @@ def trace_step(
 def _measured(
     predicted: Timeline, runs: Sequence[tuple[float, float]], copies: Sequence[TransferRecord]
 ) -> Iterator[Event]:
-    """Yield the plan's events with measured times; each lane runs in the plan's order."""
+    """Yield the predicted events with measured times, in seconds since the first computation.
+
+    Args:
+        predicted: the plan's timeline.
+        runs: the begin and end of each call of a stage, in order.
+        copies: the transfers that ran, in order.
+    """
     begin_s = min((start for start, _ in runs), default=0.0)
     computed = iter(runs)
     moved = {
@@ -76,7 +82,7 @@ class _Clock:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Record that a call begins or ends."""
+        """Record the present time as the begin of a call or, every other time, as its end."""
         self._marks.append(self._now())
 
     def _now(self) -> Any:
@@ -87,7 +93,7 @@ class _Clock:
         return event
 
     def intervals(self) -> list[tuple[float, float]]:
-        """Return the begin and the end of each call, in seconds."""
+        """Return the begin and the end of each call, in seconds of ``time.perf_counter``."""
         times = self._marks
         if self._device.type == "cuda":
             now = self._now()
@@ -99,7 +105,7 @@ class _Clock:
 
 @contextmanager
 def _calls_timed(training: Training, clock: _Clock) -> Iterator[None]:
-    """Mark the begin and the end of every call of a stage, also in plans that are made inside."""
+    """Return a context in which ``clock`` records the begin and end of each call of a stage."""
     timed: list[CompiledPlan] = []
 
     def around(run: BoxedCallable) -> BoxedCallable:

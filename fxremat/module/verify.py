@@ -41,10 +41,10 @@ STEPS = 3
 
 
 def check_solver_usable(offload: object) -> None:
-    """Refuse ``check=True`` before planning, where CP-SAT cannot check the plan.
+    """Raise ``ArgumentError`` if ``check=True`` cannot work, since CP-SAT cannot check the plan.
 
     Args:
-        offload: the argument of that name.
+        offload: the argument ``offload`` of :func:`fxremat.plan`.
 
     Raises:
         ArgumentError: ``offload`` is given, or ortools is not installed.
@@ -65,7 +65,7 @@ def check_solver_usable(offload: object) -> None:
 
 
 def cross_checked(plan: Plan) -> Plan:
-    """Return ``plan`` with the result of CP-SAT for its chain and budget in ``cross_check``."""
+    """Return ``plan`` with ``cross_check``: its seconds compared with CP-SAT's fastest schedule."""
     return replace(plan, cross_check=_cross_check(plan))
 
 
@@ -89,9 +89,9 @@ def _cross_check(plan: Plan) -> CrossCheck:
 
 
 def verified(model: nn.Module, call: Sample, options: Arguments) -> Verified:
-    """Plan and run steps of a copy of a model on the present CUDA device.
+    """Plan a copy of a model on the current CUDA device, run steps of it, and measure their peaks.
 
-    Memory that is allocated before is not counted, and no memory stays allocated.
+    Memory that was allocated before is not counted. All memory is freed afterwards.
 
     Args:
         model: the model whose shapes the copy has; it is not changed.
@@ -99,7 +99,7 @@ def verified(model: nn.Module, call: Sample, options: Arguments) -> Verified:
         options: the arguments of :func:`fxremat.compile`.
 
     Returns:
-        The plan, and the peak in bytes of the step that allocated most.
+        The plan and the measured bytes of the step with the highest peak.
 
     Raises:
         torch.OutOfMemoryError: the device does not have as much memory.
@@ -116,7 +116,7 @@ def verified(model: nn.Module, call: Sample, options: Arguments) -> Verified:
 
 
 def check_device_present() -> None:
-    """Refuse ``verify=True`` where no step can run.
+    """Raise ``ArgumentError`` if ``verify=True`` cannot run a step.
 
     Raises:
         ArgumentError: there is no CUDA device.
@@ -142,7 +142,15 @@ def _run_steps(
     device: torch.device,
     before_bytes: tuple[int, int],
 ) -> Verified:
-    """Plan and run steps; ``before_bytes`` were allocated and reserved before."""
+    """Plan a copy of a model, run steps of it, and return the measurements of the highest peak.
+
+    Args:
+        model: the model whose shapes the copy has.
+        call: a call whose tensors are replaced by zeros.
+        options: the arguments of :func:`fxremat.compile`.
+        device: the CUDA device.
+        before_bytes: bytes allocated and bytes reserved before; they are subtracted.
+    """
     begun_s = time.perf_counter()
     own = _empty_copy(model, device)
     sample = call.map(lambda value: _zeros(value, device))
@@ -191,7 +199,7 @@ def _run_step(
 
 
 def _empty_copy(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a model with uninitialized tensors, shared where the model shares them."""
+    """Return a copy of a model with uninitialized tensors; shared tensors stay shared."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device=device, requires_grad=False)

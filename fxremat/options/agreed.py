@@ -19,13 +19,14 @@ from fxremat.report.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a process was asked for.
+    """The arguments of one process, in a form that other processes can compare.
 
     Attributes:
-        written: the budget.
-        nbytes, share: that it names.
-        options: the others, as text.
-        nodes: names of the machines, one a process.
+        written: the budget as the user wrote it.
+        nbytes: the budget in bytes, or ``None``.
+        share: the budget as a share, or ``None``.
+        options: the other arguments, as text.
+        nodes: the machine of this process; after the agreement, the machine of each process.
     """
 
     written: str
@@ -36,10 +37,12 @@ class _Asked:
 
 
 def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
-    """Return what all processes were asked for, and divide the host memory of a node among them.
+    """Return the arguments on which all processes agree.
+
+    The limit of host memory is divided by the largest number of processes on one machine.
 
     Raises:
-        RankError: they were asked for different things.
+        RankError: the processes have different arguments.
     """
     budget, host = asked.budget, asked.host
     options = [f"budget={budget.again('...')}"]
@@ -58,7 +61,7 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
 
 
 def _shown(asked: Arguments, option: str) -> str:
-    """Return what a process was asked for under the name of an option, for comparison."""
+    """Return the value of an option as text that is equal in processes with equal values."""
     host, kept, policy = asked.host, asked.kept, asked.policy
     shown: dict[str, object] = {
         "offload": host and (host.only, host.conv, host.limit_bytes),
@@ -70,7 +73,7 @@ def _shown(asked: Arguments, option: str) -> str:
 
 
 def _decided(plan: Plan) -> str:
-    """Return a short digest of what a plan decides, without constants of one process."""
+    """Return a short digest of a plan's decisions that is equal in all processes that follow it."""
     origin = plan.origin and replace(plan.origin, code="")
     decided = json.dumps(encode(Decision, plan.decision)), str(plan.schedule)
     told = "" if origin is None else key_of(origin, decided=decided)

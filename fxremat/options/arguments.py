@@ -33,19 +33,19 @@ Split = Literal["exact"] | bool
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What :func:`fxremat.compile` was asked for, checked.
+    """Checked arguments of :func:`fxremat.compile`.
+
+    Attributes that are not listed are the arguments of the same names.
 
     Attributes:
-        budget: ``budget``.
-        reserve_bytes: ``reserve``.
-        optimizers: ``optimizer``, as a tuple.
-        loss: ``loss``, as a function of the model's outputs.
-        drop_unused: outputs that the loss does not use are not returned.
-        host: ``offload``: memory to which storages may travel; ``None``: none may.
-        bits: ``bits``.
-        kept: ``plan``, which keeps to the budget.
-        fullgraph: ``regions="one"``: a model that breaks the graph is refused.
-        regions: names of modules that are regions by themselves.
+        reserve_bytes: the argument ``reserve``.
+        optimizers: the argument ``optimizer``, as a tuple.
+        loss: the argument ``loss``, as a function of the model's outputs.
+        drop_unused: whether outputs that the loss does not use are not returned.
+        host: the argument ``offload``, as the host memory to copy storages to, or ``None``.
+        kept: the argument ``plan``, whose peak is within the budget.
+        fullgraph: whether ``regions="one"``, so that a model that breaks the graph is refused.
+        regions: the names of modules in ``regions``, each of which is captured separately.
     """
 
     budget: Budget
@@ -70,40 +70,40 @@ class Arguments:
 
     @property
     def fused(self) -> bool:
-        """Whether operations run as units that Inductor compiles."""
+        """Whether Inductor compiles the operations, that is ``executor="inductor"``."""
         return self.executor == "inductor"
 
     @property
     def budget_on(self) -> Counted:
-        """Which bytes the budget is for."""
+        """The bytes that the budget limits: ``"allocated"`` or ``"reserved"`` ones."""
         return self.budget.counted
 
     @property
     def exact(self) -> bool:
-        """Whether inputs of norms are kept; otherwise they may be rebuilt from outputs."""
+        """Whether inputs of BatchNorms must not be rebuilt from outputs, which changes rounding."""
         return self.bits.kind == "exact" or "norms" not in self.effort.forms
 
     @property
     def split(self) -> Split:
-        """Whether runs of operations may be computed in parts."""
+        """Whether operations may be computed in parts; ``"exact"``: only if that keeps bits."""
         if "parts" not in self.effort.forms:
             return False
         return "exact" if self.bits.kind == "exact" else True
 
     @property
     def verify_bits(self) -> int:
-        """In every so many steps one run in parts is compared with the whole; 0: never."""
+        """The interval in steps at which parts are compared with the whole result; 0: never."""
         return self.bits.verify_every
 
     @staticmethod
     def read(budget: Readable | None = None, **given: Any) -> Arguments:
-        """Check arguments of :func:`fxremat.compile`, all but the model and the sample.
+        """Check the arguments of :func:`fxremat.compile` except model and sample, and return them.
 
         Raises:
-            BudgetError: the budget cannot be read, or ``plan`` does not keep to it.
-            PlanError: ``plan`` is no file that holds one.
-            ArgumentError: another one cannot be read, or has a former name.
-            TypeError: there is no such argument.
+            BudgetError: the budget cannot be read, or ``plan`` exceeds it.
+            PlanError: ``plan`` is not a file with a plan.
+            ArgumentError: another argument cannot be read, or has a former name.
+            TypeError: there is no argument of a given name.
         """
         refuse_former(given)
         for name in given.keys() - READERS.keys():
@@ -140,10 +140,10 @@ class Arguments:
         )
 
     def modules(self, model: nn.Module) -> list[nn.Module]:
-        """Return the modules of ``model`` that are regions by themselves.
+        """Return the modules of ``model`` that ``regions`` names.
 
         Raises:
-            ArgumentError: it has none of a name in ``regions``.
+            ArgumentError: ``model`` has no module of one of these names.
         """
         known = dict(model.named_modules(remove_duplicate=False))
         for name in self.regions:
@@ -153,11 +153,11 @@ class Arguments:
 
     @staticmethod
     def read_options(options: Mapping[str, Any] | None) -> Arguments:
-        """Check the options of the backend of ``torch.compile``, as values or plain values.
+        """Check the ``options`` of ``torch.compile(backend="fxremat")``, and return the arguments.
 
         Raises:
-            BudgetError: no budget, or one that cannot be read.
-            ArgumentError: an option that does not exist, or cannot be read.
+            BudgetError: the budget is missing or cannot be read.
+            ArgumentError: an option does not exist, or cannot be read.
         """
         given = dict(options or {})
         refuse_unknown(given, names_of(BACKEND), knows="valid options are")
@@ -174,7 +174,7 @@ def read_model(model: object) -> nn.Module:
     """Return ``model``, if it is a module.
 
     Raises:
-        ArgumentError: it is none, or it was scripted, so that its Python is gone.
+        ArgumentError: ``model`` is not a module, or is a ``ScriptModule``.
     """
     if not isinstance(model, nn.Module):
         refuse("model", model, "a torch.nn.Module")
@@ -184,7 +184,15 @@ def read_model(model: object) -> nn.Module:
 
 
 def _read_budget(value: Readable | None, kept: Plan | None) -> Budget:
-    """Return the budget, in bytes where there is a plan, which must keep to it."""
+    """Return the checked budget; with a plan, in bytes, by default those of the plan.
+
+    Args:
+        value: the budget as the user wrote it, or ``None``.
+        kept: the plan to follow, or ``None``.
+
+    Raises:
+        BudgetError: the budget is missing, cannot be read, or is below the plan's peak.
+    """
     if kept is None:
         if value is None:
             raise BudgetError("budget is None: pass one, such as '6 GiB', or a plan= to follow")

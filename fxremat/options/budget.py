@@ -37,13 +37,13 @@ class Budget:
 
     @property
     def grows(self) -> bool:
-        """Whether it is ``"min"``, which grows where a later call needs more."""
+        """Whether the budget is ``"min"``, which grows if a later call needs more."""
         bare = _counted_in(self.written)[0]
         return isinstance(bare, str) and bare.strip().lower() == "min"
 
     @staticmethod
     def read(written: Readable) -> Budget:
-        """Read ``"6 GiB"``, bytes as an int, a share in (0, 1] as a float, or ``"min"``.
+        """Return the budget for ``"6 GiB"``, bytes as an int, a share in (0, 1], or ``"min"``.
 
         Text may end in ``" reserved"`` or ``" allocated"``, which says which bytes are counted.
         Integers and floats of numpy are read as Python's, and so is text from a file that has
@@ -75,15 +75,20 @@ class Budget:
         return Budget(written, nbytes=nbytes, counted=counted)
 
     def again(self, amount: object) -> str:
-        """Return how a budget of another ``amount`` of the same bytes is written."""
+        """Return the text of a budget of ``amount`` that limits the same kind of bytes."""
         return str(amount) if self.counted == "allocated" else f"'{amount} {self.counted}'"
 
     def settled(self, nbytes: int) -> Budget:
-        """Return the budget with ``nbytes`` as its meaning."""
+        """Return this budget with its value resolved to ``nbytes``."""
         return Budget(self.written, nbytes, counted=self.counted)
 
     def bytes_of(self, *, full_bytes: int, least_bytes: int) -> int:
-        """Return the bytes that it names, feasible or not, of the full and the least peak."""
+        """Return the budget in bytes, feasible or not.
+
+        Args:
+            full_bytes: the peak with everything kept, for a share.
+            least_bytes: the least peak, for ``"min"``.
+        """
         if self.nbytes is not None:
             return self.nbytes
         return least_bytes if self.share is None else int(self.share * full_bytes)
@@ -99,13 +104,13 @@ class Budget:
         most_bytes: int | None = None,
         hint: str = "",
     ) -> int:
-        """Return the bytes that the budget names, if a schedule keeps to them.
+        """Return the budget in bytes, or raise ``BudgetError`` if no schedule keeps to them.
 
         Args:
             full_bytes: peak with everything kept.
             least_bytes: least peak of a schedule, whenever the loop clears gradients.
             needed_by: describes where that least peak occurs, for the error.
-            also_held: what else is held, and its bytes, for the error.
+            also_held: other memory in the least peak, as descriptions and bytes, for the error.
             first_bytes: least peak if no gradient exists when a forward begins: a budget of at
                 least that is accepted. ``None``: ``least_bytes``.
             most_bytes: least peak if gradients are set to zero in place of ``None``, which an error
@@ -113,8 +118,8 @@ class Budget:
             hint: a further remedy, for the error.
 
         Raises:
-            BudgetError: below ``first_bytes``. Its ``least_budget_bytes`` are ``most_bytes``, which
-                do for every loop.
+            BudgetError: the budget is below ``first_bytes``. Its ``least_budget_bytes`` are
+                ``most_bytes``, which suffice for every loop.
         """
         nbytes = self.bytes_of(full_bytes=full_bytes, least_bytes=least_bytes)
         first_bytes = least_bytes if first_bytes is None else first_bytes
@@ -152,11 +157,11 @@ class Budget:
 
 
 def constrained(error: BudgetError, *, least_bytes: int | None) -> BudgetError:
-    """Return an error that says what a policy, or tags in the model, cost.
+    """Return ``error`` with the bytes that constraints of a policy, or tags in the model, cost.
 
     Args:
         error: the error of a step with these constraints.
-        least_bytes: the least budget without them; ``None`` if that was not planned.
+        least_bytes: the least budget without them; ``None`` if it is unknown.
     """
     constraints = "the constraints of policy=, or of tags of selective checkpointing, "
     if least_bytes is None:
@@ -177,20 +182,21 @@ def constrained(error: BudgetError, *, least_bytes: int | None) -> BudgetError:
 
 @dataclass(slots=True, eq=False)
 class TrainingBudget:
-    """The budget of one model: its only owner.
+    """The budget of one model, which changes as it is resolved, accepted or grows.
 
-    Whoever needs the budget holds this object and asks it; nobody keeps a copy of the bytes.
+    All parts of the package refer to this object, and none keeps a copy of the bytes.
 
     Attributes:
-        written: as the user wrote it, checked.
-        nbytes: the bytes that it means now; ``None`` before a share or ``"min"`` was resolved.
-        strict: a later step that does not fit raises; otherwise it runs with a warning.
-        usual: least budgets are those of the usual training loop; otherwise of one step.
-        accepted: a first plan keeps to it.
-        trained: a step of the model has run to its end.
-        counted: what the budget was resolved for, and its bytes: what a message compares with.
-        hint: a further remedy, for errors before the budget was accepted.
-        workspace_bytes: of it, workspaces of libraries that came after it was resolved.
+        written: the budget as the user wrote it, checked.
+        nbytes: the present budget in bytes; ``None`` before a share or ``"min"`` is resolved.
+        strict: whether a later step that does not fit raises instead of running with a warning.
+        usual: whether least budgets are those of the usual training loop, not of one step.
+        accepted: whether a first plan fits the budget.
+        trained: whether a step of the model has run to its end.
+        counted: bytes by description that the budget was resolved with, for messages to compare.
+        hint: a further remedy, for errors before the budget is accepted.
+        workspace_bytes: the part of ``nbytes`` for workspaces that libraries allocated after the
+            budget was resolved.
     """
 
     written: Budget
@@ -208,33 +214,33 @@ class TrainingBudget:
 
     @property
     def grows(self) -> bool:
-        """Whether it is ``"min"``."""
+        """Whether the budget is ``"min"``, which grows if a later call needs more."""
         return self.written.grows
 
     @property
     def is_relative(self) -> bool:
-        """Whether it is a share or ``"min"``, which depends on what a step holds."""
+        """Whether the budget is a share or ``"min"``, so that its bytes depend on the step."""
         return self.written.nbytes is None
 
     @property
     def may_raise(self) -> bool:
-        """Whether a step that does not fit is an error; otherwise it is warned of."""
+        """Whether a step that does not fit raises an error instead of a warning."""
         return self.strict or not (self.accepted or self.trained)
 
     @property
     def now(self) -> Budget:
-        """The budget as a value: bytes once they are resolved."""
+        """The present budget: in bytes if it is resolved, otherwise as written."""
         return self.written if self.nbytes is None else self.written.settled(self.nbytes)
 
     def set(self, nbytes: int) -> None:
-        """Let the budget mean so many bytes from now on."""
+        """Set the budget to ``nbytes``."""
         self.nbytes = nbytes
 
     def add_workspaces(self, nbytes: int) -> None:
-        """Let ``"min"`` have room for what libraries have allocated since it was resolved.
+        """Increase a ``"min"`` budget by workspaces that libraries allocated after it was resolved.
 
         Args:
-            nbytes: of it all; what was added before is not added again.
+            nbytes: the total of these workspaces, including those of earlier calls.
         """
         if self.grows and self.nbytes is not None and nbytes > self.workspace_bytes:
             self.nbytes += nbytes - self.workspace_bytes
@@ -255,7 +261,7 @@ _ENDING = re.compile(r"(.*\S)\s+(allocated|reserved)\s*", re.DOTALL | re.IGNOREC
 
 
 def _counted_in(written: object) -> tuple[object, Counted]:
-    """Return a budget without the word at its end that says which bytes it is for, and that."""
+    """Split a written budget into the amount and the kind of bytes, by default ``"allocated"``."""
     match = _ENDING.fullmatch(written) if isinstance(written, str) else None
     if match is None:
         return written, "allocated"
@@ -266,7 +272,7 @@ _SHARE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*(%?)\s*
 
 
 def _share_of(written: object) -> float | None:
-    """Return a share that is written as a float, or as text with a point or in percent."""
+    """Return the share that a float, or text with a point or ``%``, names; otherwise ``None``."""
     if isinstance(written, (float, np.floating)):
         return float(written)
     match = _SHARE.fullmatch(written) if isinstance(written, str) else None

@@ -95,15 +95,15 @@ class Compared:
         return self.criterion(outputs, self.target)
 
     def map(self, change: Callable[[Any], Any]) -> Compared:
-        """Return this loss with each leaf of its target changed."""
+        """Return this loss with each leaf of its target replaced by the result of ``change``."""
         return Compared(self.criterion, pytree.tree_map(change, self.target))
 
 
 def own_loss(outputs: Any) -> torch.Tensor:
-    """Return the loss in a model's outputs: ``.loss``, ``["loss"]``, first of a tuple, or all.
+    """Return the loss that a model returns as ``.loss``, ``["loss"]``, first or only output.
 
     Raises:
-        ArgumentError: the outputs contain no loss of one number.
+        ArgumentError: the outputs contain no such tensor of one number.
     """
     found = returned_loss(outputs)
     if found is None:
@@ -131,7 +131,7 @@ def returned_loss(outputs: Any) -> torch.Tensor | None:
 
 
 def _check_target(function: Callable[..., Any], target: object) -> None:
-    """Raise ``ArgumentError`` where a loss takes a target and has none, or the reverse."""
+    """Raise ``ArgumentError`` if a loss takes a target and none is given, or the reverse."""
     takes_one, takes_two = _takes(function, 1), _takes(function, 2)
     if target is None and takes_two and not takes_one:
         raise ArgumentError(
@@ -150,7 +150,7 @@ def _check_target(function: Callable[..., Any], target: object) -> None:
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Return whether ``function`` may be called with ``count`` arguments, as far as that shows."""
+    """Return whether ``function`` takes ``count`` arguments; true if its signature is unknown."""
     called = function.forward if isinstance(function, nn.Module) else function
     try:
         inspect.signature(called).bind(*[None] * count)
@@ -169,14 +169,14 @@ def target_bytes(
     *,
     step: torch.device | None = None,
 ) -> tuple[int, ...]:
-    """Return the bytes of each storage of a loss's target that neither model nor call has.
+    """Return the bytes of each storage of a loss's target, without those of model and call.
 
     Args:
         loss: the loss of the step.
         model: the model whose outputs the loss reads.
         call: the arguments of the model.
         device: storages on other devices are not counted.
-        step: device of the step, whose allocator asks for each storage; ``device`` if None.
+        step: device of the step, whose allocator determines the bytes; by default ``device``.
     """
     others = (*_tensors((call.args, call.kwargs)), *torch_compat.tensors_of_module(model))
     counted = {key for tensor in others for key in torch_compat.storages_of(tensor)}

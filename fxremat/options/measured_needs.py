@@ -24,15 +24,15 @@ from fxremat.runtime.steps import SCALAR_BYTES
 
 @dataclass(frozen=True, slots=True)
 class LossNeeds:
-    """What a loss outside the model takes.
+    """Memory of a loss outside the model.
 
     Attributes:
-        nbytes: most bytes that its forward and backward have allocated in addition to its inputs.
+        nbytes: maximum bytes that its forward and backward allocate in addition to its inputs.
         unused: outputs of the model that get no gradient from it; ``None``: all get one.
-        small_bytes: the most at once in blocks of the allocator's small pool.
+        small_bytes: the maximum of them in blocks of the allocator's small pool.
         outputs_bytes: bytes of the outputs with which it was measured.
-        left_bytes: held as long as its value is, beyond a number: some losses are reduced in the
-            memory of what they were reduced from.
+        left_bytes: bytes held as long as the value of the loss, in addition to one number: some
+            losses occupy the storage of a larger tensor.
     """
 
     nbytes: int
@@ -42,7 +42,7 @@ class LossNeeds:
     left_bytes: int = 0
 
     def of(self, outputs: object) -> LossNeeds:
-        """Return what the same loss takes of other outputs, in proportion to their bytes."""
+        """Return the memory of the same loss for other outputs, in proportion to their bytes."""
         found = _bytes_of(outputs)
         share = found / self.outputs_bytes if self.outputs_bytes else 1.0
         sizes = self.nbytes, self.small_bytes, self.left_bytes
@@ -60,16 +60,15 @@ def needs_of_loss(
     outputs: object,
     adopt: Callable[[Any], Any] | None = None,
 ) -> LossNeeds:
-    """Run ``loss``, forward and backward, on made-up outputs.
+    """Run the forward and backward of ``loss`` on zeros, and return the memory that they take.
 
-    It is run once more where Triton has tuned kernels of it: what that takes is not the loss's.
+    If Triton tunes kernels meanwhile, a second run is measured, without the memory of tuning.
 
     Args:
         loss: a function of the model's outputs.
-        outputs: without data; values are made up.
-        adopt: ``None``: it is really run. Else it runs without data, on copies that this
-            makes of other tensors that it reads; the memory of its operations' workspaces is not in
-            what is told.
+        outputs: outputs of the model as tensors without data.
+        adopt: returns the fake copy of another tensor that ``loss`` reads, for a run on fake
+            tensors, without the memory of workspaces; ``None``: the loss runs on the device.
 
     Raises:
         ArgumentError: ``loss`` returns no scalar with a gradient. What ``loss`` itself raises
@@ -86,7 +85,7 @@ def needs_of_loss(
 def _measured(
     loss: Callable[[Any], torch.Tensor], outputs: object, adopt: Callable[[Any], Any] | None
 ) -> LossNeeds:
-    """Return what one run of ``loss`` takes."""
+    """Return the memory of one run of ``loss``; see :func:`needs_of_loss`."""
     leaves, spec = pytree.tree_flatten(outputs)
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
     made: dict[int, torch.Tensor] = {}
@@ -128,7 +127,11 @@ def _measured(
 
 
 def _checked(loss: object, result: object) -> torch.Tensor:
-    """Return what a loss returned, if a backward can begin there."""
+    """Return ``result`` of a loss if it is a real scalar with a gradient.
+
+    Raises:
+        ArgumentError: a backward cannot begin at ``result``.
+    """
     if not isinstance(result, torch.Tensor):
         got = "None" if result is None else f"a {type(result).__name__}"
     elif result.numel() != 1:

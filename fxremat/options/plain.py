@@ -25,8 +25,8 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of :func:`fxremat.compile` made from plain values.
 
     Args:
-        given: values by the names of their fields. An option may also have a value that
-            ``compile`` accepts.
+        given: values by the names of plain values (``Field``). An option may also have a value
+            that ``compile`` accepts.
 
     Raises:
         ArgumentError: a value requires another one that is missing, or cannot be read.
@@ -40,7 +40,15 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(option: Option, own: dict[str, Any]) -> Any:
-    """Return the value of an option, of which ``own`` plain values are given."""
+    """Return the argument that ``compile`` takes for an option.
+
+    Args:
+        option: the option.
+        own: the given plain values of the option, by name.
+
+    Raises:
+        ArgumentError: a value requires another one that is missing, or cannot be read.
+    """
     value, parts = option.default, {}
     for each in option.fields:
         if each.name in own and not each.part:
@@ -68,7 +76,10 @@ def _value(option: Option, own: dict[str, Any]) -> Any:
 
 
 def _names(each: Field, value: Any) -> Any:
-    """Return a value that may be names, separated by commas, as a tuple of names."""
+    """Return text of names separated by commas as a tuple, if the field takes such names.
+
+    Return any other value unchanged.
+    """
     if not (each.separated and isinstance(value, str)) or value in each.choices:
         return value
     return tuple(name.strip() for name in value.split(",") if name.strip())

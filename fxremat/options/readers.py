@@ -37,11 +37,11 @@ MOST_BYTES = 1 << 60
 
 
 def read_plan(argument: str, value: object) -> Plan | None:
-    """Return a plan, or the one in a file.
+    """Return ``value`` if it is a plan or ``None``, otherwise the plan in the file that it names.
 
     Raises:
-        ArgumentError: ``value`` is neither.
-        PlanError: the file holds none.
+        ArgumentError: ``value`` is not a plan, a path or ``None``.
+        PlanError: the file does not contain a plan.
     """
     if value is None or isinstance(value, Plan):
         return value
@@ -51,7 +51,7 @@ def read_plan(argument: str, value: object) -> Plan | None:
 
 
 def read_bool(argument: str, value: object) -> bool:
-    """Return a flag.
+    """Return ``value`` as a bool.
 
     Raises:
         ArgumentError: ``value`` is anything but a bool of Python or numpy.
@@ -91,7 +91,7 @@ def _read_loss(_argument: str, value: Any) -> Loss | None:
 
 
 def _read_offload(argument: str, value: Any) -> transfers.HostMemory | None:
-    """Return host memory with a limit that nothing else shares; ``None``: nothing travels."""
+    """Return new host memory for the argument ``offload``, or ``None`` if it is ``False``."""
     if isinstance(value, (bool, np.bool_)) and not value:
         return None
     if not isinstance(value, (str, HostMemory)):
@@ -153,7 +153,7 @@ def _read_policy(argument: str, value: object) -> Policy | None:
 
 
 def _one_of(*values: str) -> Callable[[str, object], str]:
-    """Return a reader of one of some texts."""
+    """Return a reader that returns its value if it is one of ``values``, and raises otherwise."""
 
     def read(argument: str, value: object) -> str:
         if not (isinstance(value, str) and value in values):

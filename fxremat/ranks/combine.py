@@ -25,7 +25,7 @@ AGREED = 5
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A captured step as a process has measured it.
+    """A captured step with the costs that one process has measured.
 
     Attributes:
         origin: the origin of its costs.
@@ -43,12 +43,12 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What a process has measured of a step of several calls.
+    """Measurements by one process of a step that calls several graphs.
 
     Attributes:
         base_bytes: the bytes that are held when the next step begins.
-        calls: descriptions of its calls; none where the step was not watched.
-        profiles: the memory profile of each call, in bytes.
+        calls: descriptions of the calls of the step; empty if it was not measured.
+        profiles: the ``CallProfile`` of each call, in bytes.
         begins: the description of the first call of the next step.
     """
 
@@ -63,12 +63,12 @@ class Chosen:
     """Plans that were chosen together for a step of several calls.
 
     Attributes:
-        choices: one for each call.
-        besides: what else is allocated during each call.
-        budget_bytes: the budget that they keep to.
-        least_bytes: the peak of the plans that take least.
-        full_bytes: the peak of the plans that keep everything.
-        fitting: where no plans fit, the number of first calls for which some do.
+        choices: the plan of each call.
+        besides: for each call, the memory allocated meanwhile in addition to its plan.
+        budget_bytes: the budget of the step.
+        least_bytes: the lowest peak of the step with any plans.
+        full_bytes: the peak of the step with plans that keep everything.
+        fitting: if no plans fit the whole step, the number of its first calls that plans fit.
     """
 
     choices: tuple[Choice, ...]
@@ -82,7 +82,7 @@ class Chosen:
 def agreed_costs(
     peers: Peers, origin: Origin, structure_digest: str, costs: RecordedCosts, context: ContextBytes
 ) -> tuple[RecordedCosts, ContextBytes]:
-    """Return the largest costs and context bytes of a captured step that any process has.
+    """Return the largest costs and context bytes of a captured step, over all processes.
 
     Args:
         peers: the processes.
@@ -109,14 +109,14 @@ def agreed_costs(
 
 
 def agreed_speeds(peers: Peers, speeds: Speeds) -> Speeds:
-    """Return the slowest speed of each collective that any process has measured."""
+    """Return the slowest measured speed of each collective, over all processes."""
     own = tuple(speeds.values())
     agreed = peers.agree("collectives", _AllSpeeds, own, _slowest_speeds)
     return dict(zip(speeds, agreed, strict=True))
 
 
 def agreed_link(peers: Peers, own: MeasuredLink) -> MeasuredLink:
-    """Return the slowest link to host memory that any process has measured."""
+    """Return a link to host memory with the lowest measured speeds, over all processes."""
     return peers.agree("the link to host memory", MeasuredLink, own, _slowest_link)
 
 
@@ -177,7 +177,7 @@ def _slowest_step(steps: Mapping[int, _Step]) -> _Step:
 
 
 def agreed_graphs(peers: Peers, structure_digest: str) -> None:
-    """Check that one plan has led all processes to the same graphs.
+    """Raise ``RankError`` unless a plan has led all processes to graphs of the same operations.
 
     Args:
         peers: the processes.
@@ -203,7 +203,7 @@ def _same_graphs(digests: Mapping[int, str]) -> str:
 
 
 def agreed_context(peers: Peers, context: str) -> None:
-    """Check that all processes are at the same call.
+    """Raise ``RankError`` unless the present calls of all processes are the same.
 
     Args:
         peers: the processes.
@@ -232,7 +232,10 @@ _Corrections = tuple[tuple[Values, Correction], ...]
 
 
 def agreed_corrections(peers: Peers, own: Mapping[Values, Correction]) -> dict[Values, Correction]:
-    """Return the corrections that the steps of any process have led to, by sizes."""
+    """Return, by sizes, the largest corrections of all processes.
+
+    A correction is the memory that measured steps needed beyond their plan.
+    """
     agreed: _Corrections
     agreed = peers.agree("the feedback of steps", _Corrections, tuple(own.items()), _merged)
     return dict(agreed)
@@ -246,7 +249,9 @@ def _merged(corrections: Mapping[int, _Corrections]) -> _Corrections:
 
 
 def agreed_step(peers: Peers, own: MeasuredStep, *, unchanged: bool) -> MeasuredStep | None:
-    """Return the largest measurements of the step before, at the begin of the next step.
+    """Return the largest measurements of the previous step, over all processes.
+
+    All processes call this when the next step begins.
 
     Args:
         peers: the processes, which must make the same calls and follow the same plans.
@@ -275,7 +280,10 @@ def _most_of_same_calls(steps: Mapping[int, MeasuredStep]) -> MeasuredStep:
 
 
 def agreed_profiles(peers: Peers, own: MeasuredStep) -> MeasuredStep:
-    """Return the largest measurements of a step; no profiles where its calls differ."""
+    """Return the largest measurements of a step, over all processes.
+
+    They have no profiles if the processes made different calls.
+    """
     return peers.agree("the measurements of a step", MeasuredStep, own, _most)
 
 
@@ -291,5 +299,9 @@ def _most(steps: Mapping[int, MeasuredStep]) -> MeasuredStep:
 def _largest_profiles(
     steps: Sequence[tuple[tuple[int, ...], ...]],
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the largest bytes of each call, of steps with the same calls."""
+    """Return the profiles of each call with the largest bytes of all ``steps``.
+
+    Args:
+        steps: for each process, the profiles of the same calls.
+    """
     return tuple(tuple(map(max, zip(*call, strict=True))) for call in zip(*steps, strict=True))

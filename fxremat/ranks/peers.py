@@ -85,7 +85,7 @@ class Ranks:
 
 
 def _members(group: object) -> tuple[int, ...]:
-    """Return the ranks of a group, or none where the model determines them."""
+    """Return the ranks of a process group or sequence; empty if ``group`` is ``None``."""
     if group is None:
         return ()
     if torch_compat.is_group(group):
@@ -101,8 +101,7 @@ def _members(group: object) -> tuple[int, ...]:
 class Peers:
     """The processes that train one model, from the point of view of one of them.
 
-    All of them must agree on the same things in the same order. They agree on what a first step
-    needs; a later call of one process need not be one of all.
+    All processes must make the same agreements in the same order.
 
     Args:
         members: the ranks of all processes; the first one leads.
@@ -153,9 +152,9 @@ class Peers:
     @staticmethod
     @contextlib.contextmanager
     def reporting_early_failures(model: object, ranks: object) -> Iterator[None]:
-        """Return a context in which a failure before the first agreement fails all processes.
+        """Return a context in which an exception, before any agreement, fails all processes.
 
-        The failure is reported to the others where the arguments determine them. It counts as a
+        It is reported to the other processes if the arguments determine them. It counts as a
         compile, so that later compiles of the processes still match.
 
         Args:
@@ -171,7 +170,7 @@ class Peers:
 
     @staticmethod
     def _of_unchecked(model: object, ranks: object) -> Peers | None:
-        """Return the processes of unchecked arguments, or ``None`` where they determine none."""
+        """Return the result of :meth:`of`, or ``None`` if the arguments are invalid."""
         checked = torch_compat.uncompiled(model) if isinstance(model, nn.Module) else nn.Module()
         try:
             return Peers.of(checked, ranks if isinstance(ranks, Ranks) else None)
@@ -180,7 +179,7 @@ class Peers:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the leader."""
+        """Whether this process is the leader, that is the first of the members."""
         return self._own == self.members[0]
 
     def agree(
@@ -190,7 +189,7 @@ class Peers:
         own: T,
         combine: Callable[[Mapping[int, T]], T],
     ) -> T:
-        """Return a value that all processes agree on.
+        """Return one value that combines the values of all processes, the same in all of them.
 
         Args:
             what: the subject of the agreement, for errors.
@@ -214,12 +213,12 @@ class Peers:
         own: T,
         combine: Callable[[Mapping[int, T]], T],
     ) -> T | None:
-        """Return as :meth:`agree`, or ``None`` where all processes have the same state.
+        """Return the result of :meth:`agree`, or ``None`` if all processes pass an equal ``alike``.
 
-        Comparing states takes two requests of each process, which is cheaper than an agreement.
+        That takes two requests of each process, which is cheaper than an agreement.
 
         Args:
-            alike: the state of this process; ``None``: it needs an agreement.
+            alike: the state of this process as text; ``None`` forces an agreement.
             what, kind, own, combine: see :meth:`agree`.
 
         Raises:
@@ -248,7 +247,7 @@ class Peers:
         return result
 
     def _are_alike(self, alike: str | None) -> bool:
-        """Return whether all processes have arrived with the same state."""
+        """Return whether all processes have arrived and passed an equal ``alike``."""
         own = str(self._own) if alike is None else hashlib.sha256(alike.encode()).hexdigest()
         name, count = f"{self._number}/is {own}", f"{self._number}/{COUNT}"
         self._keys += [name, count, f"{self._number}/{SAME}"]
@@ -264,7 +263,7 @@ class Peers:
         return message is not None and bool(message["same"])
 
     def follow(self, what: str, kind: Callable[..., T], make: Callable[[], T]) -> T | None:
-        """Call ``make`` in the leader and return its result in the others.
+        """Call ``make`` in the leader, and return its result in all other processes.
 
         Args:
             what: the subject, for errors.
@@ -289,7 +288,7 @@ class Peers:
 
     @contextlib.contextmanager
     def reporting_failures(self) -> Iterator[None]:
-        """Return a context whose failure fails the other processes at their next agreement."""
+        """Return a context in which an exception fails all processes at their next agreement."""
         try:
             yield
         except RankError:
@@ -305,7 +304,7 @@ class Peers:
             raise
 
     def _begin(self) -> None:
-        """Begin the next agreement, or the report of a failure in its place."""
+        """Begin the next agreement: count it, set its deadline, and, in the leader, announce it."""
         self._number, self._has_reported = self._number + 1, False
         self._deadline_s = monotonic() + self._timeout_s
         keys, self._keys = self._keys, []
@@ -315,7 +314,7 @@ class Peers:
 
     @contextlib.contextmanager
     def _failing_all(self) -> Iterator[None]:
-        """Return a context of the leader whose failure fails this agreement for all."""
+        """Return a context in which an exception of the leader fails the agreement for all."""
         try:
             yield
         except BaseException as error:
@@ -324,7 +323,14 @@ class Peers:
             raise
 
     def _read_others(self, what: str) -> dict[int, Any]:
-        """Return the encoded values of the other processes by rank."""
+        """Return the encoded values of the other processes by rank, in the leader.
+
+        Args:
+            what: the subject of the agreement.
+
+        Raises:
+            RankError: a process did not arrive, failed, or agrees on another subject.
+        """
         values, missing = {}, []
         for rank in self.members[1:]:
             self._keys.append(f"{self._number}/{rank}")
@@ -353,7 +359,14 @@ class Peers:
         return values
 
     def _read_result(self, what: str) -> Any:
-        """Return the leader's encoded result."""
+        """Return the leader's encoded result, in another process.
+
+        Args:
+            what: the subject of the agreement, for errors.
+
+        Raises:
+            RankError: the leader did not arrive or answer in time, or failed.
+        """
         here = self._get(HERE, self._timeout_s) is not None
         message = self._get(ALL, self._timeout_s + GRACE_S) if here else None
         if message is None:
@@ -377,7 +390,7 @@ class Peers:
         self._store.put(key, data)
 
     def _drop_older(self) -> None:
-        """Drop earlier agreements: a process that arrives at this one has read them."""
+        """Delete the keys of earlier agreements from the store; all processes have read them."""
         for key in self._older_keys:
             self._store.drop(key)
         self._older_keys = []
@@ -395,7 +408,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _encoded_error(error: BaseException, rank: int) -> dict[str, Any]:
-    """Return an error as a message to the other processes."""
+    """Return ``error`` of a process as a dict that JSON can represent."""
     if isinstance(error, RankError):
         return {"text": str(error), "ranks": error.ranks}
     if isinstance(error, BudgetError):

@@ -52,30 +52,30 @@ PARTIAL = ".part"
 
 
 class Checked:
-    """What may be of the right form and hold values that do not go together."""
+    """Base of classes whose objects :func:`decode` also checks for consistent values."""
 
     __slots__ = ()
 
     def check_read(self) -> None:
-        """Check what was read.
+        """Raise ``ValueError`` if values of this decoded object are inconsistent.
 
         Raises:
-            ValueError: it was not written so; the message says where.
+            ValueError: the object cannot have been encoded; the message says where.
         """
         raise NotImplementedError
 
 
 class FormatError(ValueError):
-    """Data is not what its reader expects; the message says where."""
+    """The error that decoded data has another form than expected; the message says where."""
 
 
 def encode(kind: Callable[..., T], value: T) -> Any:
-    """Return ``value``, of type ``kind``, as what ``json`` can write."""
+    """Return ``value``, of type ``kind``, as dicts, lists and values that ``json`` can write."""
     return _write(kind, value)
 
 
 def decode(kind: Callable[..., T], data: object) -> T:
-    """Return the value of type ``kind`` that :func:`encode` made ``data`` of.
+    """Return the value of type ``kind`` that :func:`encode` has encoded as ``data``.
 
     Raises:
         FormatError: ``data`` is of another form.
@@ -172,11 +172,11 @@ def _read_union(kind: Any, classes: dict[str, Any], data: Any) -> Any:
 
 @functools.cache
 def _form(kind: Any) -> tuple[Any, Any]:
-    """Return how values of a type are written, and the types of their parts.
+    """Return the form in which values of a type are written, and the types of their parts.
 
-    ``object``, with names and types of fields; ``list`` or ``tuple``, with one type for all items
-    or one for each; ``Union``, with classes by their names; ``Enum``; or a type of JSON's, with the
-    values that it may have if these are listed.
+    The form is ``object``, with names and types of fields; ``list`` or ``tuple``, with one type for
+    all items or one for each; ``Union``, with classes by their names; ``Enum``; or a type of JSON,
+    with the values that a ``Literal`` lists.
     """
     if is_dataclass(kind):
         hints = typing.get_type_hints(kind)
@@ -199,12 +199,12 @@ def _form(kind: Any) -> tuple[Any, Any]:
 
 @functools.cache
 def _omitted(kind: Any) -> dict[str, Any]:
-    """Return the defaults of the fields of a class that are not written where they have them."""
+    """Return the defaults of the fields of a dataclass that are written only if they differ."""
     return {field.name: field.default for field in fields(kind) if field.metadata.get(OMITTED)}
 
 
 def _checked(make: Callable[[], Any]) -> Any:
-    """Return what ``make`` returns; values that it refuses are invalid data."""
+    """Return the result of ``make``; a ``TypeError`` or ``ValueError`` becomes ``FormatError``."""
     try:
         return make()
     except (TypeError, ValueError) as error:
@@ -225,7 +225,13 @@ def _inside(place: str, kind: Any, data: object) -> Any:
 
 
 def pack(kind: str, contents: dict[str, Any], *, packed: bool) -> bytes:
-    """Return ``contents`` under the name of their kind, the same bytes for the same contents."""
+    """Return the bytes of a file with ``contents``; equal contents have equal bytes.
+
+    Args:
+        kind: the name of the kind of file, such as ``"plan"``, which its head contains.
+        contents: values that ``json`` can write.
+        packed: whether to compress the file with gzip.
+    """
     head = {"format": f"fxremat {kind}", "version": VERSION}
     text = json.dumps({**head, **contents}, allow_nan=False, separators=(",", ":"))
     data = text.encode()
@@ -233,10 +239,14 @@ def pack(kind: str, contents: dict[str, Any], *, packed: bool) -> bytes:
 
 
 def unpack(kind: str, data: bytes) -> dict[str, Any]:
-    """Return the contents that :func:`pack` was given.
+    """Return the contents of a file that :func:`pack` has written.
+
+    Args:
+        kind: the name of the kind of file that is expected.
+        data: the bytes of the file.
 
     Raises:
-        FormatError: it was not given that, or the data is damaged.
+        FormatError: the file is of another kind or version, or is damaged.
     """
     try:
         text = _unzipped(data) if data.startswith(_GZIP) else data
@@ -258,11 +268,11 @@ def unpack(kind: str, data: bytes) -> dict[str, Any]:
 
 
 def _unzipped(data: bytes) -> bytes:
-    """Return what was packed, up to the size that a plan can have.
+    """Return the decompressed bytes of a gzip file.
 
     Raises:
-        FormatError: it is more.
-        OSError, EOFError, zlib.error: it is damaged.
+        FormatError: they are more than any plan has.
+        OSError, EOFError, zlib.error: the file is damaged.
     """
     most = MOST_TIMES * len(data) + MOST_MORE
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
@@ -277,10 +287,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that others find whole or not at all, whatever happens meanwhile.
+    """Write a file atomically: readers find the former file or the whole new one.
 
     Raises:
-        OSError: it cannot be written; what was there before still is.
+        OSError: the file cannot be written; a former file is unchanged.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")  # nobody else's
     try:
@@ -294,15 +304,15 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_made(what: str, path: str | os.PathLike[str], make: Callable[[], bytes]) -> None:
-    """Write a file that a user has asked for, whole.
+    """Write the file that a user has requested, atomically.
 
     Args:
-        what: it is, for the error.
-        path: the path of the file; one that is there is replaced.
-        make: gives its contents.
+        what: the name of the kind of file, for the error.
+        path: the path of the file. An existing file is replaced.
+        make: returns the contents.
 
     Raises:
-        PlanError: it cannot be written.
+        PlanError: the file cannot be written.
     """
     file = path_of(path)
     try:
@@ -315,10 +325,10 @@ def write_made(what: str, path: str | os.PathLike[str], make: Callable[[], bytes
 
 
 def path_of(path: str | os.PathLike[str]) -> Path:
-    """Return a path that a user has given.
+    """Return the path that a user has given as a ``Path``.
 
     Raises:
-        PlanError: it is none.
+        PlanError: ``path`` is not a path.
     """
     try:
         return Path(os.fsdecode(path))

@@ -11,12 +11,14 @@ from fxremat.report.plan import Plan
 
 
 def check_plan(plan: Plan) -> None:
-    """Check that whatever a part names exists, and that parts for the same things are as many.
+    """Raise ``ValueError`` if parts of a plan are inconsistent, so that it could not be displayed.
 
-    So all that shows a plan can show it. Whether a step follows it is decided when it is compiled.
+    Each index must refer to an existing stage, storage or tensor, and sequences with one item for
+    each of the same things must have equal lengths. Whether a step can follow the plan is decided
+    when it is compiled.
 
     Raises:
-        ValueError: they do not go together; the message says where.
+        ValueError: the parts are inconsistent; the message says where.
     """
     if plan.budget_bytes < 1:
         raise ValueError(f"budget_bytes: {plan.budget_bytes}")

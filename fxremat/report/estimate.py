@@ -133,7 +133,7 @@ class Estimate:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Return all figures as a dict that ``json`` can write, in bytes and seconds."""
+        """Return the estimate as a dict of numbers and text that ``json`` can write."""
         plan = self.plan
         return {
             "device": self.device,
@@ -180,7 +180,7 @@ class Estimate:
         return "\n".join([*self.lines(), "more: plan, frontier, facts()"])
 
     def _repr_html_(self) -> str:
-        """Return the printed text for a notebook."""
+        """Return the text of ``repr`` as HTML, for a notebook."""
         return f"<pre>{escape(repr(self))}</pre>"
 
     def lines(self) -> list[str]:
@@ -218,7 +218,7 @@ class Estimate:
         ]
 
     def _counted(self) -> list[str]:
-        """Return a table of what is held at the peaks, and what was assumed of it."""
+        """Return the lines of a table of the bytes at each plan's peak by purpose, with notes."""
         plans = [self.kept] if self.plan is None else [self.kept, self.plan]
         heads = ("all kept", "plan")[: len(plans)]
         always = (Kind.GRADIENTS.value, Kind.OPTIMIZER.value)

@@ -17,7 +17,7 @@ WIDTH = 100
 
 
 def _figure() -> tuple[Any, Any]:
-    """Return a figure of matplotlib and its axes.
+    """Return a new figure of matplotlib, and its axes.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -109,7 +109,7 @@ class Frontier:
         )
 
     def _repr_html_(self) -> str:
-        """Return a table of some points for a notebook."""
+        """Return a table of some of the points as HTML, for a notebook."""
         names = ("budget", "step time", "over everything kept")
         heads = "".join(f"<th>{name}</th>" for name in names)
         rows = ("".join(f"<td>{text}</td>" for text in row) for row in self.rows())
@@ -137,7 +137,7 @@ class Frontier:
 
 
 def frontier_of(pairs: list[tuple[int, float]]) -> Frontier:
-    """Return the pairs of peak bytes and seconds that no other pair beats in both."""
+    """Return the frontier of pairs of peak bytes and seconds: those that no other pair beats."""
     points: list[FrontierPoint] = []
     for peak_bytes, seconds in sorted(pairs):
         if not points or seconds < points[-1].predicted_s:

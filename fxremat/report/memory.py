@@ -61,7 +61,7 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """Memory of a step by call, without its purpose.
+    """Seconds and peak memory of each call in a step, without the purpose of the memory.
 
     Attributes:
         seconds: seconds of each call.
@@ -113,12 +113,12 @@ class StepMemory:
         return tuple(accumulate(changes[:-1]))
 
     def spans(self) -> Iterator[range]:
-        """Yield the instants of each call. The call is done at the last of them."""
+        """Yield the range of instants of each call, at the last of which the call has ended."""
         for first, after in zip(self.calls, (*self.calls[1:], self.end), strict=True):
             yield range(first, self.loss_point if first < self.loss_point < after else after)
 
     def times(self, timeline: Timeline) -> tuple[float, ...]:
-        """Return the time in seconds at which each instant begins, spread evenly over its call.
+        """Return the seconds at which each instant begins; in a call they are spread evenly.
 
         Args:
             timeline: predicted or measured timeline of the plan that has this memory.
@@ -178,7 +178,7 @@ that is held throughout is gray.
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Memory of one kind, or of the activations of one part of the model.
+    """An area of a stacked plot: memory of one kind, or activations of one part of the model.
 
     Attributes:
         name: name to display.
@@ -194,7 +194,7 @@ class Area:
 
 
 def areas_of(memory: StepMemory) -> tuple[Area, ...]:
-    """Return the nonempty areas of a step, the lowest first."""
+    """Return the areas into which a plot of the memory of a step is stacked, the lowest first."""
     bands = _bands(memory.modules)
     band_of = {stage: i for i, (_, stages) in enumerate(bands) for stage in stages}
     found: defaultdict[tuple[Kind, int], list[Life]] = defaultdict(list)
@@ -215,12 +215,18 @@ def areas_of(memory: StepMemory) -> tuple[Area, ...]:
 
 
 def _colour(depth: float) -> str:
-    """Return the color of activations that are ``depth`` of the way through the model."""
+    """Return the CSS color of activations at a depth in the model, from 0 to 1 (last)."""
     return f"hsl({152 + 42 * depth:.0f} {38 + 14 * depth:.0f}% {62 - 22 * depth:.0f}%)"
 
 
 def _bands(modules: Sequence[str]) -> list[tuple[str, range]]:
-    """Return at most ``MOST_BANDS`` runs of stages, each of one block of the model."""
+    """Return the name and the stages of each of at most ``MOST_BANDS`` parts of the model.
+
+    Each part is one or more consecutive blocks, of about equally many for all parts.
+
+    Args:
+        modules: the path of the module of each stage.
+    """
     blocks = blocks_of(modules)
     runs = [list(own) for _, own in groupby(range(len(blocks)), key=blocks.__getitem__)]
     count = min(len(runs), MOST_BANDS)

@@ -13,7 +13,11 @@ BETWEEN = " … "
 
 
 def common_module(modules: Iterable[str]) -> str:
-    """Return the innermost module that contains several; of two blocks, both ends."""
+    """Return the innermost module that contains all ``modules``.
+
+    If they are in several blocks, return the first and the last of them as one text. Empty names
+    are ignored.
+    """
     found = list(dict.fromkeys(filter(None, modules)))
     if not found:
         return ""
@@ -26,14 +30,18 @@ def common_module(modules: Iterable[str]) -> str:
 
 
 def block_of(module: str) -> str:
-    """Return the outermost numbered module that contains one, else the outermost."""
+    """Return the outermost numbered module in a path, such as ``blocks.3``, or its first part."""
     parts = module.split(BETWEEN, maxsplit=1)[0].split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1 if numbers else 1])
 
 
 def blocks_of(modules: Iterable[str]) -> list[str]:
-    """Return the block of each stage; a stage of no module belongs to the block before it."""
+    """Return the block of each stage; an empty path belongs to the block before it.
+
+    Args:
+        modules: the path of the module of each stage.
+    """
     blocks: list[str] = []
     for module in modules:
         blocks.append(block_of(module) or (blocks[-1] if blocks else ""))
@@ -41,12 +49,12 @@ def blocks_of(modules: Iterable[str]) -> list[str]:
 
 
 def pattern_of(module: str) -> str:
-    """Return the name with stars in place of numbers, which repeated blocks share."""
+    """Return a module's path with ``*`` for each number, which is equal for repeated blocks."""
     return _NUMBER.sub("*", module)
 
 
 def named(modules: Sequence[str]) -> str:
-    """Return one name for successive modules: ``blocks.0–4.mlp``, or the first and the last."""
+    """Return one name for consecutive modules, such as ``blocks.0–4.mlp`` or ``norm … head``."""
     known = [module for module in modules if module]
     if not known or known[0] == known[-1]:
         return known[0] if known else ""
@@ -60,5 +68,5 @@ def named(modules: Sequence[str]) -> str:
 
 
 def span(first: int, last: int) -> str:
-    """Return the text for the numbers from ``first`` to ``last``."""
+    """Return a range of numbers as text, such as ``"3–14"``, or ``"3"`` for a single one."""
     return str(first) if first == last else f"{first}–{last}"

@@ -22,7 +22,7 @@ FOLDER = "html"
 
 
 def page_with(data: dict[str, Any]) -> str:
-    """Return a page that displays ``data``."""
+    """Return the HTML page that displays ``data``, the result of :func:`data_of`."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     page = _part("page.html")
     # Nothing in the data can end the element that it is in.
@@ -40,7 +40,7 @@ def _part(name: str) -> str:
 
 
 def data_of(plan: AnyPlan) -> dict[str, Any]:
-    """Return the data that the page's script draws, in bytes and seconds.
+    """Return the data of a plan that the page's script draws, in bytes and seconds.
 
     Raises:
         PlanError: the plan has no record of tensors.
@@ -97,7 +97,7 @@ def _nbytes(op: object) -> int:
 
 
 def _stage(stage: StageReport, module: str) -> dict[str, Any]:
-    """Return a row of the page's table of stages."""
+    """Return the row of one stage, by column, in the page's table of stages."""
     return {
         "stage": stage.index,
         "module": module,
@@ -113,7 +113,7 @@ def _stage(stage: StageReport, module: str) -> dict[str, Any]:
 
 
 def _regions(step: StepPlan, view: StepView) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the page's table of regions."""
+    """Yield the rows of the page's table of regions, one for each group of equal regions."""
     begins = (*view.first_stages, len(view.stage_names))
     for group in group_regions(step):
         yield {
@@ -126,7 +126,7 @@ def _regions(step: StepPlan, view: StepView) -> Iterator[dict[str, Any]]:
 
 
 def notebook_of(plan: AnyPlan) -> str:
-    """Return the summary as an HTML table."""
+    """Return the summary of a plan as an HTML table, for a notebook."""
     rows = "".join(
         f'<tr><td style="text-align:left;opacity:.65">{escape(name)}</td>'
         f'<td style="text-align:left">{escape(text)}</td></tr>'

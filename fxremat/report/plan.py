@@ -92,13 +92,13 @@ class Shown:
         write_made("trace", path, lambda: trace_of(_any(self), traced).encode())
 
     def __repr__(self) -> str:
-        """Return a few lines; everything is in the attributes."""
+        """Return a summary in five lines."""
         from fxremat.report.summary import shortly  # noqa: PLC0415
 
         return shortly(_any(self))
 
     def _repr_html_(self) -> str:
-        """Return the plan for a notebook."""
+        """Return the summary of the plan as an HTML table, for a notebook."""
         from fxremat.report.page import notebook_of  # noqa: PLC0415
 
         return notebook_of(_any(self))
@@ -284,7 +284,8 @@ class RegionRow:
             graph runs.
         between_bytes: maximum bytes that code between its forward and the next one allocates, in
             addition to those of the step's begin and of this and earlier regions.
-        between_back_bytes: the same after its backward, with gradients that were computed.
+        between_back_bytes: maximum bytes that code after its backward holds, in addition to those
+            of the step's begin and of earlier regions, including gradients that were computed.
         between_s: seconds between its forward and the next one, and between their backwards, or
             ``None`` if they were not measured or it is the last one.
     """
@@ -349,7 +350,7 @@ class StepPlan(Shown):
 
     @property
     def between_s(self) -> float | None:
-        """Seconds between graphs in both directions, or ``None`` if they are not measured yet."""
+        """Seconds of code between graphs, forward and backward, or ``None`` if not measured yet."""
         found = [row.between_s for row in self.regions if row.between_s is not None]
         return sum(found) if found or len(self.regions) == 1 else None
 
@@ -364,17 +365,17 @@ class StepPlan(Shown):
 
     @property
     def baseline_s(self) -> float:
-        """Predicted seconds with nothing recomputed, and of the code between graphs."""
+        """Predicted seconds of the step with nothing recomputed, including code between graphs."""
         return sum(row.plan.baseline_s for row in self.regions) + (self.between_s or 0.0)
 
     @property
     def forward_code(self) -> str:
-        """The forwards of all regions as Python source, in order; equal ones once."""
+        """The forwards of all regions as Python source, in order; equal ones appear once."""
         return self._code(range(len(self.regions)), lambda plan: plan.forward_code)
 
     @property
     def backward_code(self) -> str:
-        """The backwards of all regions as Python source, last region first; equal ones once."""
+        """The backwards of all regions as Python source, in reverse; equal ones appear once."""
         places = range(len(self.regions) - 1, -1, -1)
         return self._code(places, lambda plan: plan.backward_code)
 
@@ -389,7 +390,11 @@ class StepPlan(Shown):
         ) + ("\n" if alike else "")
 
     def _headline(self, places: list[int]) -> str:
-        """Return the numbers of regions, counted from 1, and what ended them."""
+        """Return a title such as ``regions 2–5, ended by …``, with the reasons that ended them.
+
+        Args:
+            places: the indices of the regions, from 0.
+        """
         runs: list[list[int]] = []
         for place in places:
             if not runs or runs[-1][1] + 1 != place:
@@ -405,7 +410,7 @@ AnyPlan = Plan | StepPlan
 
 
 def plans_of(plan: AnyPlan) -> tuple[Plan, ...]:
-    """Return the plan of each graph of a step."""
+    """Return the plans of all calls of graphs in a step; for a ``Plan``, only itself."""
     if isinstance(plan, StepPlan):
         return tuple(row.plan for row in plan.regions)
     return (plan,)

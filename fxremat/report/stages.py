@@ -28,12 +28,12 @@ PARTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One forward of a stage.
+    """One execution of the forward of a stage.
 
     Attributes:
-        keep: the tensors that it leaves in memory.
+        keep: which tensors it leaves in memory.
         seconds: its duration.
-        start: index of the stage whose kept input this run of forwards begins with.
+        start: index of the stage whose kept input the sequence of forwards up to this one reads.
         rebuilds: whether the stage's backward is the next operation.
         executed: False if the emitted graphs omit it because its results are unused.
         option: number of its save option, 0 for none.
@@ -51,13 +51,17 @@ class Run:
 class StageReport:
     """The treatment of one stage in a step.
 
+    The saved set of a stage consists of the tensors that its forward adds to its input if it keeps
+    all that its backward reads.
+
     Attributes:
         index: index of the stage.
         forward_s: seconds of its whole forward.
         boundary_bytes: bytes of the tensors that it passes to later stages.
         saved_bytes: bytes of its saved set, including the boundary.
         held_bytes: bytes of ``saved_bytes`` that are held from its first forward to its backward.
-        single_bytes: bytes of these that are kept by storage, in addition to the schedule.
+        single_bytes: bytes of ``held_bytes`` in storages that local search keeps in addition to
+            those that the schedule keeps.
         moved_bytes: bytes that are on the host for part of the step.
         rebuild_s: seconds that recomputing it once, before its backward, takes.
         rebuilt_s: seconds that its backward spends on rebuilding.
@@ -82,22 +86,22 @@ class StageReport:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of its saved set that are not held between its first forward and its backward."""
+        """Bytes saved for its backward that are not held from its first forward to its backward."""
         return self.saved_bytes - self.held_bytes
 
     @property
     def is_kept(self) -> bool:
-        """Whether all of its saved set is held from its first forward to its backward."""
+        """Whether all that its backward reads is held from its first forward on."""
         return not self.again and not self.rebuilt_s and not self.freed_bytes
 
     @property
     def is_kept_in_part(self) -> bool:
-        """Whether only its backward rebuilds the tensors that are not held."""
+        """Whether tensors that are not held are computed again only inside its backward."""
         return not self.again and self.rebuilt_s > 0
 
     @property
     def again(self) -> tuple[Run, ...]:
-        """The recomputations of the stage."""
+        """The executions of its forward after the first one, without those that are omitted."""
         return tuple(run for run in self.runs[1:] if run.executed)
 
     @property
@@ -152,7 +156,13 @@ def executed_stages(plan: Plan) -> tuple[StageReport, ...]:
 
 
 def _held(plan: Plan, runs: list[list[Run]], index: int) -> frozenset[int]:
-    """Return what is held of the saved set of stage ``index`` after the first forward."""
+    """Return the storages of a stage that are held after its first forward.
+
+    Args:
+        plan: the plan.
+        runs: the forwards of each stage.
+        index: the index of the stage.
+    """
     chain, first = plan.chain, runs[index][0]
     if first.keep is Keep.ALL:
         options = plan.costs.stages[index].options
@@ -164,11 +174,10 @@ def _held(plan: Plan, runs: list[list[Run]], index: int) -> frozenset[int]:
 
 
 def _runs(plan: Plan) -> list[list[Run]]:
-    """Return the forwards of each stage.
+    """Return the forwards of each stage in a plan, by index of the stage.
 
-    A forward whose predecessor is the forward of the stage before reads what that one
-    wrote; any other reads an input that was held, so a run of forwards starts there, and so
-    it does at the beginning of a branch.
+    A forward that follows the forward of the previous stage reads its result. Any other forward,
+    and the first one of a branch, reads an input that was held.
     """
     ops = plan.schedule.computations
     runs: list[list[Run]] = [[] for _ in range(len(plan.chain))]
@@ -215,7 +224,7 @@ def _kept(part: int, whole: int) -> str:
 
 
 def _describe_computations(stage: StageReport) -> str:
-    """Whether a stage is kept, and if not, how what its backward reads is computed again."""
+    """Return text that says whether a stage is kept or how it is recomputed."""
     if not stage.runs[0].executed:
         return "nothing"
     if stage.is_kept:
@@ -238,7 +247,10 @@ def _describe_computations(stage: StageReport) -> str:
 
 
 def _sources(stage: StageReport) -> str:
-    """Return the stages whose inputs a recomputation begins with, unless it is only its own."""
+    """Return text that names the stages from whose kept inputs a stage is recomputed.
+
+    Return ``""`` if that is only the stage itself.
+    """
     starts = sorted({run.start for run in stage.again})
     if starts == [stage.index]:
         return ""
@@ -249,7 +261,7 @@ def _sources(stage: StageReport) -> str:
 
 
 def explain(*stages: StageReport) -> str:
-    """Return the reason of the treatment as text, with the totals of several stages."""
+    """Return text with the bytes and seconds that the treatment of ``stages`` takes or saves."""
     saved, freed = sum(s.saved_bytes for s in stages), sum(s.freed_bytes for s in stages)
     extra_s = sum(stage.extra_s for stage in stages)
     if not any(stage.runs[0].executed for stage in stages):
@@ -267,9 +279,9 @@ def explain(*stages: StageReport) -> str:
 
 
 def deciders(*stages: StageReport) -> str:
-    """Return who decided about results of stages, and which: ``"planner"``, or more.
+    """Return text that names the operations of ``stages`` that a policy or a tag decided.
 
-    The planner decided about all operations that are not named.
+    The planner decided about all others. If it decided about all, return ``"planner"``.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for own in (each for stage in stages for each in stage.decided):
@@ -284,7 +296,7 @@ def deciders(*stages: StageReport) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return a few names, or how many there are."""
+    """Return ``names`` as text, or, above ``MOST_NAMES``, only their number."""
     return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} operations"
 
 
@@ -308,7 +320,7 @@ class StageGroup:
 
     @property
     def label(self) -> str:
-        """The indices as text, such as ``"3"``, ``"3–14"``, or ``"3, 7 … 43"``."""
+        """The indices of its stages as text, such as ``"3"``, ``"3–14"``, or ``"3, 7 … 43"``."""
         names = [span(run[0].index, run[-1].index) for run in self.runs]
         first, last = self.stages[0].index, self.stages[-1].index
         if last - first == len(self.stages) - 1:
@@ -337,9 +349,13 @@ def group_alike(stages: Sequence[StageReport], modules: Sequence[str]) -> tuple[
 def _alike_runs(
     stages: Sequence[StageReport], blocks: Sequence[str]
 ) -> list[tuple[StageReport, ...]]:
-    """Return runs of successive stages of one block that are treated alike.
+    """Return runs of consecutive stages of one block with the same treatment.
 
-    One of which nothing is kept or computed again goes with those before it.
+    A stage of which nothing is kept or recomputed belongs to the run before it.
+
+    Args:
+        stages: the stages that run.
+        blocks: the block of each stage, by index of the stage.
     """
     found: list[list[StageReport]] = []
     block, treatment = "", _treatment(stages[0]) if stages else None
@@ -354,7 +370,11 @@ def _alike_runs(
 
 
 def _treatment(stage: StageReport) -> Hashable:
-    """Return how a stage is treated; ``None``: nothing of it is kept or recomputed."""
+    """Return a value that stages have in common if they are treated alike.
+
+    It says whether the stage is recomputed, kept in part and moved to the host. ``None``: nothing
+    of the stage is kept or recomputed.
+    """
     if stage.extra_s == 0 and stage.held_bytes == 0:
         return None
     in_part = 0 < stage.held_bytes < stage.saved_bytes
@@ -364,7 +384,12 @@ def _treatment(stage: StageReport) -> Hashable:
 def _grouped(
     runs: Sequence[tuple[StageReport, ...]], modules: Sequence[str]
 ) -> tuple[StageGroup, ...]:
-    """Return runs with their repetitions."""
+    """Return a group for each run of stages, or one for all its repetitions in a pattern.
+
+    Args:
+        runs: runs of consecutive stages with the same treatment.
+        modules: path of the module of each stage; empty if unknown.
+    """
     places = [
         common_module(modules[stage.index] for stage in run) if modules else "" for run in runs
     ]
@@ -381,7 +406,7 @@ def _grouped(
 
 
 def _share(run: tuple[StageReport, ...]) -> Hashable:
-    """Return how a run is treated, and about how much of it is kept."""
+    """Return the treatments in a run of stages, and the share kept as a multiple of 1/``PARTS``."""
     treatments = frozenset(map(_treatment, run)) - {None}
     saved = sum(stage.saved_bytes for stage in run) or 1
     held = sum(stage.held_bytes for stage in run)
@@ -389,7 +414,10 @@ def _share(run: tuple[StageReport, ...]) -> Hashable:
 
 
 def _repetition(keys: Sequence[Hashable], begin: int) -> tuple[int, int]:
-    """Return the length of the pattern at ``begin`` that repeats furthest, and how often."""
+    """Return the length and the number of repetitions of the pattern of ``keys`` at ``begin``.
+
+    It is the pattern whose repetitions reach furthest; (1, 1) if there are none.
+    """
     best, furthest = (1, 1), 1
     for length in range(1, min(LONGEST_PATTERN, (len(keys) - begin) // 2) + 1):
         same = 0

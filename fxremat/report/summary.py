@@ -38,7 +38,7 @@ def shortly(plan: AnyPlan) -> str:
 
 
 def _what_is_done(*plans: Plan) -> str:
-    """Return in short what plans of one step do to save memory."""
+    """Return text with the number of stages that are recomputed and the bytes that are moved."""
     stages = [stage for plan in plans for stage in executed_stages(plan)]
     again = sum(bool(stage.again) or stage.is_kept_in_part for stage in stages)
     done = [f"recomputes {again} of {plural(len(stages), 'stage')}"] if again else []
@@ -48,7 +48,7 @@ def _what_is_done(*plans: Plan) -> str:
 
 
 def summarize(plan: AnyPlan) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a summary, each as a subject and a text."""
+    """Yield the lines of the summary of a plan, each as a title and a text."""
     step = plan if isinstance(plan, StepPlan) else None
     written = f", written {step.budget!r}" if step and step.budget != step.budget_bytes else ""
     yield "budget", _exactly(plan.budget_bytes) + written
@@ -135,7 +135,7 @@ def batch_of(plan: Plan) -> str:
 
 
 def _where(plan: Plan) -> str:
-    """Return when the peak occurs."""
+    """Return text that names the operation and module at the peak of a plan."""
     for event in plan.timeline.events:
         if event.peak_bytes == plan.predicted_held_bytes:
             stage = -1 if isinstance(event.op, Offload | Free | Prefetch | Wait) else event.op.stage
@@ -145,7 +145,7 @@ def _where(plan: Plan) -> str:
 
 
 def _compared(plan: AnyPlan) -> str:
-    """Return the seconds compared with a step that recomputes nothing."""
+    """Return a plan's predicted seconds as text, with the ratio to those without recomputation."""
     taken, least = format_seconds(plan.predicted_s), format_seconds(plan.baseline_s)
     if plan.baseline_s == 0:
         return f"{taken}, {least} without recomputation"
@@ -154,7 +154,7 @@ def _compared(plan: AnyPlan) -> str:
 
 
 def _bound(plan: Plan) -> str:
-    """Return how much faster any plan could be, and what local search gained."""
+    """Return a plan's lower bound of seconds as text, with the gap and the gain of local search."""
     if 0 in (plan.predicted_s, plan.lower_bound_s):
         return format_seconds(plan.lower_bound_s)
     above = plan.predicted_s / plan.lower_bound_s - 1
@@ -168,7 +168,7 @@ def _bound(plan: Plan) -> str:
 
 
 def _checked(check: CrossCheck) -> str:
-    """Return the result of CP-SAT, and the gap between it and the plan."""
+    """Return the seconds that CP-SAT found as text, with the gap between them and the plan."""
     if check.seconds is None:
         return f"no result from CP-SAT: {check.why_not}"
     known = "proven optimal for the stages' costs" if check.proven else "not proven optimal"
@@ -178,7 +178,7 @@ def _checked(check: CrossCheck) -> str:
 
 
 def _host(plan: Plan) -> str:
-    """Return what travels, and how long computations wait for it."""
+    """Return text with the host memory of a plan, its copies, and the seconds spent waiting."""
     copies = [event for event in plan.timeline.events if isinstance(event.op, Copy)]
     away = [event for event in copies if event.lane is Lane.D2H]
     return (
@@ -189,7 +189,7 @@ def _host(plan: Plan) -> str:
 
 
 def _exactly(nbytes: int) -> str:
-    """Return bytes as text, with their exact number."""
+    """Return a number of bytes as text, rounded and exact."""
     return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
@@ -205,7 +205,7 @@ class RegionGroup:
         peak_bytes: maximum bytes that the step holds while one of them runs, forward or backward.
         what: description of their plans.
         ended_by: see :class:`RegionRow`.
-        after: seconds and bytes of the code that follows each of them.
+        after: total seconds, and maximum bytes, of the code that follows them, as text.
     """
 
     first: int
@@ -220,12 +220,12 @@ class RegionGroup:
 
     @property
     def label(self) -> str:
-        """The numbers as text, such as ``"3"`` or ``"3–14"``."""
+        """The numbers of the regions as text, such as ``"3"`` or ``"3–14"``."""
         return span(self.first, self.last)
 
 
 def group_regions(step: StepPlan) -> tuple[RegionGroup, ...]:
-    """Return the regions in groups of consecutive equal ones, in the order of their forwards."""
+    """Return groups of consecutive regions with equal plans and ends, in order of forwards."""
     groups: list[list[int]] = []
     for place, row in enumerate(step.regions):
         if not groups or not _alike(step.regions[groups[-1][0]], row):
@@ -235,7 +235,7 @@ def group_regions(step: StepPlan) -> tuple[RegionGroup, ...]:
 
 
 def _alike(one: RegionRow, other: RegionRow) -> bool:
-    """Whether two regions are of graphs that are alike, planned and ended alike."""
+    """Return whether two regions have equal stages and plans, and ended for the same reason."""
     a, b = one.plan, other.plan
     return one.ended_by == other.ended_by and (
         a is b or (a.chain == b.chain and a.schedule == b.schedule and a.decision == b.decision)

@@ -119,7 +119,7 @@ def _units(fused: tuple[Fused, ...]) -> Table:
 
 
 def _broken(module: str) -> str:
-    """Return a module's name, in two lines where it is too long for one."""
+    """Return a module's path, broken into two lines if it is longer than ``MODULE_WIDTH``."""
     if len(module) <= MODULE_WIDTH:
         return module
     mark = BETWEEN if BETWEEN in module else "."
@@ -128,7 +128,7 @@ def _broken(module: str) -> str:
 
 
 def _ended(group: RegionGroup) -> str:
-    """Return what ended regions, with the file name only, and what followed."""
+    """Return the cell that says what ended the regions of a group, and what ran after them."""
     where, colon, why = group.ended_by.partition(": ")
     name = where.replace("\\", "/").rpartition("/")[2]
     return "\n".join(filter(None, (f"{name}{colon}{why}", f"then {group.after}")))

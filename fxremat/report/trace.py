@@ -79,7 +79,7 @@ class StepTrace:
 
 
 def trace_of(plan: AnyPlan, traced: StepTrace | None = None) -> str:
-    """Return the trace as JSON in the trace event format, by ascending time.
+    """Return the trace of a step as JSON in Chrome's trace event format, by ascending time.
 
     Args:
         plan: the predicted step.
@@ -108,7 +108,15 @@ def trace_of(plan: AnyPlan, traced: StepTrace | None = None) -> str:
 def _process(
     view: StepView, timeline: Timeline, times_s: tuple[float, ...], pid: int, name: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield all events of one process; ``times_s`` is when each instant of its memory begins."""
+    """Yield the trace events of one timeline, which is displayed as a process.
+
+    Args:
+        view: the step.
+        timeline: the predicted or measured timeline.
+        times_s: the seconds at which each instant of the memory begins in it.
+        pid: the process id to display.
+        name: the name of the process.
+    """
     yield _named("process_name", name, pid, 0)
     for tid, label in (*THREADS.values(), (COUNTERS, "memory")):
         yield _named("thread_name", label, pid, tid)
@@ -119,14 +127,30 @@ def _process(
 
 
 def _named(what: str, name: str, pid: int, tid: int) -> dict[str, Any]:
-    """Return the event that names a process or a thread."""
+    """Return the trace event that names a process or a thread.
+
+    Args:
+        what: ``"process_name"`` or ``"thread_name"``.
+        name: the name to display.
+        pid: the process id.
+        tid: the thread id; for a process, 0.
+    """
     return {"ph": "M", "name": what, "ts": 0.0, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _slice(
     name: str, category: str, times_s: tuple[float, ...], pid: int, tid: int, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the event of something that lasts from one time to another."""
+    """Return the trace event of an interval in a thread.
+
+    Args:
+        name: the name to display.
+        category: the category, such as ``"forward"``.
+        times_s: begin and end in seconds.
+        pid: the process id.
+        tid: the thread id.
+        args: further values to display.
+    """
     begin_s, end_s = times_s
     return {
         "ph": "X",
@@ -145,7 +169,7 @@ def _counter(name: str, time_us: float, pid: int, args: dict[str, int]) -> dict[
 
 
 def _operation(view: StepView, event: Event, pid: int) -> dict[str, Any]:
-    """Return the event of an operation or of a copy."""
+    """Return the trace event of an operation or a copy in the timeline."""
     op = event.op
     args: dict[str, Any] = {"peak_bytes": event.peak_bytes, "held_bytes": event.held_bytes}
     category = "forward" if isinstance(op, Forward) else "backward"
@@ -161,7 +185,10 @@ def _operation(view: StepView, event: Event, pid: int) -> dict[str, Any]:
 def _device_memory(
     memory: StepMemory, times_s: tuple[float, ...], pid: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield device memory by kind at each instant; equal times are a nanosecond apart."""
+    """Yield a trace event with the device memory of each area at each instant.
+
+    Instants of equal times are set a nanosecond apart.
+    """
     areas = [(area.name, memory.held_bytes(area.lives)) for area in areas_of(memory)]
     for time_s, group in groupby(range(memory.count), key=times_s.__getitem__):
         for place, instant in enumerate(group):
@@ -170,7 +197,10 @@ def _device_memory(
 
 
 def _host_memory(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
-    """Yield host memory, from the start of each copy to it to the end of the copy back."""
+    """Yield trace events with the host memory in use, which each copy to or from it changes.
+
+    Bytes count from the begin of the copy to the host until the end of the copy back.
+    """
     changes = []
     for event in timeline.events:
         if isinstance(event.op, Copy):
@@ -184,7 +214,7 @@ def _host_memory(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
 
 
 def _regions(step: StepPlan, view: StepView) -> Iterator[dict[str, Any]]:
-    """Yield a thread with the forward and the backward of each region."""
+    """Yield the trace events of a thread that shows the forward and backward of each region."""
     yield _named("thread_name", "regions", PREDICTED, REGIONS)
     for number, (row, spans_s) in enumerate(zip(step.regions, view.spans_s, strict=True), 1):
         args = {"module": row.module, "ended by": row.ended_by, "held_bytes": row.held_bytes}

@@ -60,7 +60,7 @@ class StepView:
 
 
 def view_of(plan: AnyPlan) -> StepView:
-    """Return the view of a step, whether of one graph or of several.
+    """Return the operations and the memory over time of a step, of one graph or of several.
 
     Code between two graphs is one instant in either direction, with half of its seconds.
 
@@ -80,7 +80,7 @@ def view_of(plan: AnyPlan) -> StepView:
 
 
 class _Joined:
-    """The regions of a step, joined one after the other."""
+    """Builds the view of a step of several graphs by joining the plans of its regions."""
 
     def __init__(self, step: StepPlan) -> None:
         self._count, self._now_s = 0, 0.0  # of instants so far, and when the next one begins
@@ -102,7 +102,7 @@ class _Joined:
         self._spans_s: list[tuple[float, ...]] = [()] * len(self._regions)
 
     def view(self, names: tuple[str, ...]) -> StepView:
-        """Return the view of all regions."""
+        """Return the view of the whole step; ``names`` are the names of all stages."""
         begins = []
         for place, (region, row) in enumerate(zip(self._regions, self._step.regions, strict=True)):
             begins.append(self._count)
@@ -146,7 +146,13 @@ class _Joined:
         )
 
     def _run(self, place: int, events: list[Event], instants: range) -> None:
-        """Add a forward or a backward of a region: its events, and its memory's instants."""
+        """Append a forward or a backward of a region to the events and instants of the step.
+
+        Args:
+            place: the index of the region.
+            events: the events of this forward or backward.
+            instants: its instants in the memory of the region.
+        """
         region, begin_s = self._regions[place], self._now_s
         self._beside(BESIDE, Kind.OTHER, self._beside_bytes[place], len(instants))
         shift_s = begin_s - min((event.start_s for event in events), default=0.0)
@@ -169,14 +175,28 @@ class _Joined:
         self._spans_s[place] += (begin_s, self._now_s)
 
     def _between(self, name: str, kind: Kind, nbytes: int, between_s: float | None) -> None:
-        """Add an instant between regions, and what is held then that no region holds."""
+        """Append the instant of code between two regions, with the memory that it holds itself.
+
+        Args:
+            name: the name of this memory.
+            kind: the purpose of this memory.
+            nbytes: its bytes in addition to those allocated before the step.
+            between_s: seconds of the code in both directions, or ``None`` if unknown.
+        """
         self._beside(name, kind, self._step.there_bytes + nbytes, 1)
         self._times_s.append(self._now_s)
         self._count += 1
         self._now_s += (between_s or 0.0) / 2
 
     def _beside(self, name: str, kind: Kind, nbytes: int, length: int) -> None:
-        """Add what is held for some instants from now on that no region holds."""
+        """Add memory that no region holds itself for the next ``length`` instants.
+
+        Args:
+            name: the name of this memory.
+            kind: the purpose of this memory.
+            nbytes: its bytes, including those held throughout the step, which are subtracted.
+            length: the number of instants.
+        """
         more_bytes = nbytes - self._there_bytes
         if more_bytes > 0 and length:
             self._add(Tensor(name, more_bytes, kind), self._count, self._count + length)
@@ -186,8 +206,12 @@ class _Joined:
         self._tensors.append(tensor)
 
     def _live(self, place: int, begin: int, back: int) -> None:
-        """Add what a region makes itself; its forward begins at ``begin``, its backward at
-        ``back``.
+        """Add the tensors that a region allocates itself, with their intervals in the step.
+
+        Args:
+            place: the index of the region.
+            begin: the first instant of its forward in the step.
+            back: the first instant of its backward in the step.
         """
         region, first_stage = self._regions[place], self._first_stages[place]
         loss_point, is_last = region.memory.loss_point, place == len(self._regions) - 1
@@ -222,7 +246,16 @@ class _Joined:
 
 
 class _Region:
-    """The plan of one region: events by direction, what it finds, and lives of what it makes."""
+    """The plan of one region: events by direction, and tensors by whether it allocates them.
+
+    Attributes:
+        memory: the memory of the plan by instant.
+        times_s: the seconds at which each instant begins.
+        forward, backward: the events of either direction.
+        given: the tensors that exist throughout the call, which others allocate.
+        lives: the intervals of the tensors that it allocates itself.
+        given_bytes: the bytes of ``given``.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.memory = memory = plan.memory
@@ -248,10 +281,10 @@ class _Region:
 
 
 def _outline(step: StepPlan) -> Outline | None:
-    """Return the step where every graph keeps everything.
+    """Return seconds and peak of each call if every graph keeps everything, or ``None`` if unknown.
 
-    A region's plan counts what earlier ones hold as planned; where those keep
-    everything, they hold more, by as much as they do at their loss points.
+    The plan of a region counts the memory of earlier regions as planned. If these keep everything,
+    they hold more: the difference of the bytes at their loss points.
     """
     rows = step.regions
     outlines = [row.plan.kept for row in rows if row.plan.kept is not None]
@@ -285,12 +318,12 @@ def _outline(step: StepPlan) -> Outline | None:
 
 
 def _of_stage(op: Op | Copy, first: int) -> Op | Copy:
-    """Return ``op`` with stages counted from ``first``."""
+    """Return ``op`` with ``first``, the index of the graph's first stage, added to its stage."""
     if isinstance(op, Wait | Free | Offload | Prefetch):
         return replace(op, what=replace(op.what, stage=op.what.stage + first))
     return replace(op, stage=op.stage + first)
 
 
 def _module(place: int, module: str) -> str:
-    """Return a module's name with its region's number."""
+    """Return a module's path after the number of its region, such as ``region.2.mlp``."""
     return ".".join(filter(None, ("region", str(place + 1), module)))

@@ -44,13 +44,13 @@ from fxremat.sizing.max_batch import Batching, Dim, NamedDim, read_dim
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What :func:`fxremat.estimate` was asked for, checked.
+    """Checked arguments of :func:`fxremat.estimate`.
 
     Attributes:
-        device: what is estimated for.
-        options: those of :func:`fxremat.compile`.
-        budget: ``None``: none was given.
-        known: a plan of the step, whose costs are taken in place of estimated ones.
+        device: the device that memory and time are estimated for.
+        options: the arguments that :func:`fxremat.compile` has as well.
+        budget: the budget, or ``None`` if none was given.
+        known: a plan of the step whose measured costs replace estimated ones, or ``None``.
     """
 
     device: Device
@@ -68,12 +68,21 @@ def graph_without_data(
     *,
     dynamic: bool,
 ) -> tuple[Graph, TrainingBudget, StepContext]:
-    """Capture a step, and look for its schedules; model and sample have no data.
+    """Capture a step without data, and fill its graph with candidate schedules.
 
-    Returns what plans it, everything kept, and the context of its calls.
+    Args:
+        model: the model, whose tensors are fake.
+        sample: the sample, whose tensors are fake.
+        asked: the arguments of the estimate.
+        copies: the fake copies of tensors of the model and the sample.
+        progress: receives how far planning has come.
+        dynamic: whether tensor sizes become symbols.
+
+    Returns:
+        The graph, a budget that allows to keep everything, and the context of the captured call.
 
     Raises:
-        CaptureError, GraphError, CostError, ArgumentError: as :func:`fxremat.estimate` says.
+        CaptureError, GraphError, CostError, ArgumentError: see :func:`fxremat.estimate`.
         Exception: what the model itself raises.
     """
     progress(CAPTURE)
@@ -117,7 +126,7 @@ def graph_without_data(
 
 
 def _host(asked: Asked) -> HostMemory | None:
-    """Return host memory behind the device's link that is never allocated."""
+    """Return the host memory of ``offload=``, with the device's link speed, or ``None``."""
     if asked.options.host is None:
         return None
     rate = asked.device.link_bytes_per_s
@@ -130,7 +139,15 @@ def _host(asked: Asked) -> HostMemory | None:
 def _caller(
     model: nn.Module, sample: Sample, asked: Asked, copies: FakeCopies, outputs: object
 ) -> tuple[Caller, Unused | None]:
-    """Return what the caller of the step holds, and outputs without a gradient."""
+    """Return the bytes that the training loop holds, and the outputs that get no gradient.
+
+    Args:
+        model: the model, whose tensors are fake.
+        sample: the arguments of the call, whose tensors are fake.
+        asked: the arguments of the estimate.
+        copies: the fake copies of tensors.
+        outputs: the fake outputs of the call, or ``None`` if they depend on data.
+    """
     options, device = asked.options, torch.device(asked.device.kind)
     needs = None
     loss = options.loss.map(copies.of) if isinstance(options.loss, Compared) else options.loss
@@ -154,7 +171,7 @@ def _caller(
 
 
 def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor without data, of the same storage, on ``device``."""
+    """Return a fake tensor on ``device`` that has the storage and layout of a fake ``tensor``."""
     if tensor.device.type == device.type:
         return tensor
     return torch_compat.fake_tensor(
@@ -170,8 +187,9 @@ def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _state_bytes(
     optimizers: Sequence[Optimizer], model: nn.Module, device: torch.device, copies: FakeCopies
 ) -> dict[int, tuple[int, ...]]:
-    """Return the bytes of each tensor that optimizers keep on ``device``, by parameter of
-    ``model``.
+    """Return the bytes of each tensor of optimizer state on ``device``, by ``id`` of a parameter.
+
+    The parameters are the fake ones of ``model``; those without state are left out.
     """
     stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -212,7 +230,16 @@ def estimate_step(
     most: int,
     progress: Progress,
 ) -> Estimate:
-    """Return what :func:`fxremat.estimate` returns."""
+    """Return the estimate of memory and time of a training step.
+
+    Args:
+        model: the model.
+        sample: the arguments of one call of it.
+        asked: the other arguments of :func:`fxremat.estimate`.
+        dim: the batch dimension to vary, as the user named it, or ``None``.
+        most: the largest size of that dimension to consider.
+        progress: receives how far planning has come.
+    """
     copies = FakeCopies()
     named = None if dim is None else read_dim(model, sample, dim)
     shape = sample.map(copies.of)
@@ -256,7 +283,7 @@ def _batches(
     most: int,
     progress: Progress,
 ) -> Batches | None:
-    """Return the sizes of ``dim`` that fit the budget's bytes; ``None``: none does."""
+    """Return the sizes of ``dim``, up to ``most``, that fit the budget; ``None`` if none does."""
     assert asked.budget is not None and asked.budget.nbytes is not None
     try:
         graph, budget, context = graph_without_data(

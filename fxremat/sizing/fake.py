@@ -47,10 +47,10 @@ HOME = torch.device("cpu")
 
 @dataclass(slots=True)
 class FakeCopies:
-    """Stand-ins for tensors: each gets one, and those of one storage share one.
+    """Fake copies of tensors, one for each; copies of tensors that share a storage share one, too.
 
     Attributes:
-        mode: the fake mode that they are of.
+        mode: the ``FakeTensorMode`` of the copies.
     """
 
     mode: Any = field(default_factory=torch_compat.fake_mode)
@@ -58,10 +58,10 @@ class FakeCopies:
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
     def of(self, value: Any) -> Any:
-        """Return the copy of a tensor ``value``; anything else is returned as it is.
+        """Return the fake copy of a tensor; return any other value unchanged.
 
         Raises:
-            SampleError: it is of a layout that has no storage.
+            SampleError: the tensor has a layout without a storage, such as a sparse one.
         """
         if not isinstance(value, torch.Tensor):
             return value
@@ -78,7 +78,7 @@ class FakeCopies:
 
     @contextlib.contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
-        """Let all that ``model`` holds be copies without data; it ends as it began."""
+        """Replace the tensors of ``model`` by their fake copies, and restore them on exit."""
         with attributes_replaced(model, self.of):
             for module in model.modules():
                 for tensors in (module._parameters, module._buffers):
@@ -88,12 +88,12 @@ class FakeCopies:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """What AOTAutograd would compile.
+    """The step that AOTAutograd would compile.
 
     Attributes:
-        joint: its joint graph.
-        output_count: how many of its outputs are the forward's.
-        inputs: copies of primals without data, by index.
+        joint: the joint graph of forward and backward.
+        output_count: the number of its outputs that belong to the forward.
+        inputs: fake copies of the primals that are tensors, by index of the primal.
     """
 
     joint: fx.GraphModule
@@ -102,7 +102,7 @@ class Captured:
 
     @property
     def gradients(self) -> frozenset[int]:
-        """Leaves among the primals that get a gradient."""
+        """Indices of the primals that get a gradient and are leaves of autograd."""
         made = torch_compat.differentiated_primals(
             self.joint, forward_output_count=self.output_count
         )
@@ -110,9 +110,9 @@ class Captured:
 
 
 class _CapturedError(BaseException):
-    """Raised with what was captured: nothing is compiled.
+    """Raised by the backend with the captured step, so that nothing is compiled.
 
-    No ``Exception``, so that no handler of the traced model can take it for its own.
+    It is not an ``Exception``, so that no handler in the traced model catches it.
     """
 
     def __init__(self, found: Captured) -> None:
@@ -128,14 +128,14 @@ def capture(
     dynamic: bool,
     gpu: bool = False,
 ) -> Captured:
-    """Capture the step of a call; model and sample have no data.
+    """Capture the training step of a call without running it, and return its joint graph.
 
     Args:
-        model: in training mode.
-        sample: the sample of the call.
-        unused: outputs without a gradient.
-        dynamic: sizes of its tensors become symbols.
-        gpu: operations are those that a GPU would be given.
+        model: the model in training mode, whose tensors are fake.
+        sample: the arguments of the call, whose tensors are fake.
+        unused: the outputs that get no gradient, or ``None`` if all get one.
+        dynamic: whether tensor sizes become symbols.
+        gpu: whether attention is traced as the kernel that a GPU would run.
 
     Raises:
         CaptureError: the model breaks the graph, or computes nothing with a gradient.
@@ -185,7 +185,7 @@ def capture(
 
 
 def as_on_gpu(module: fx.GraphModule) -> None:
-    """Let attention in a graph of Dynamo's be that of a GPU; the graph is changed."""
+    """Replace calls of ``scaled_dot_product_attention`` in a graph by :func:`attention`."""
     target = functional.scaled_dot_product_attention
     for node in module.graph.find_nodes(op="call_function", target=target):
         node.target = attention
@@ -202,7 +202,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return what ``scaled_dot_product_attention`` does with these arguments on a GPU."""
+    """Return the result of ``scaled_dot_product_attention``, by the operator that a GPU uses."""
     head = query.shape[-1]
     four = all(t.dim() == 4 for t in (query, key, value))
     if four and query.dtype in HALVES and attn_mask is None and head <= MOST_HEAD:
@@ -224,7 +224,7 @@ def _padded(tensor: Tensor) -> Tensor:
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return what is added to the scores, expanded to their size without a copy."""
+    """Return ``mask`` as the bias that is added to attention scores, expanded to their shape."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:

@@ -34,10 +34,10 @@ class NamedDim(NamedTuple):
     """A dimension that the user named.
 
     Attributes:
-        place: the argument.
+        place: the argument, such as ``args[0]``.
         dim: the index of the dimension, from 0.
-        size: in the sample.
-        written: as the user named it.
+        size: its size in the sample.
+        written: the argument ``dim`` as the user gave it.
     """
 
     place: str
@@ -47,11 +47,11 @@ class NamedDim(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The dimension as Python writes it, as ``args[0].shape[1]``."""
+        """The dimension as a Python expression, such as ``args[0].shape[1]``."""
         return f"{self.place}.shape[{self.dim}]"
 
     def refuse(self, why: str) -> ArgumentError:
-        """Return an error that says why the dimension cannot vary."""
+        """Return the error that this dimension cannot vary, with the reason ``why``."""
         message = f"dim is {self.written!r}, but {why}"
         return ArgumentError(message, argument="dim", value=self.written)
 
@@ -90,7 +90,7 @@ def _is_number(value: object) -> bool:
 
 
 def _place_of(model: nn.Module, sample: Sample, argument: int | str) -> str:
-    """Return where an argument of the model is in the sample."""
+    """Return the place in the sample, such as ``args[0]``, of an argument by index or name."""
     if isinstance(argument, int):
         return f"args[{argument}]"
     names = list(inspect.signature(model.forward).parameters)
@@ -100,10 +100,10 @@ def _place_of(model: nn.Module, sample: Sample, argument: int | str) -> str:
 
 
 def read_most(most: object) -> int:
-    """Read the largest size that may be returned.
+    """Return the argument ``most`` of ``max_batch``, checked, or its default for ``None``.
 
     Raises:
-        ArgumentError: it is no positive int.
+        ArgumentError: ``most`` is not a positive int.
     """
     if most is None:
         return MOST_SIZE
@@ -118,19 +118,19 @@ def read_most(most: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """One captured step whose sizes vary.
+    """The search for batch sizes of one captured step that fit a budget.
 
     Attributes:
-        graph: the captured graph.
+        graph: the captured graph, with symbols as sizes.
         budget: the budget of the model.
-        budget_bytes: what is not to be exceeded.
-        context: what the captured call found.
-        model: what was captured.
+        budget_bytes: the bytes that no size may exceed.
+        context: the context of the captured call.
+        model: the captured model.
         sample: the sample of the capture.
-        most: the largest size that is asked for.
-        progress: told how far the search for sizes has come.
-        trains: compiles a sample of other sizes; whether the budget is accepted. ``None``: sizes
-            are answered as they are predicted.
+        most: the largest size to consider.
+        progress: receives how far the search for sizes has come.
+        trains: compiles a sample of another size, and returns whether it keeps to the budget.
+            ``None``: predicted sizes are returned unchecked.
     """
 
     graph: Graph
@@ -144,10 +144,10 @@ class Batching:
     trains: Callable[[Sample], bool] | None = None
 
     def over(self, asked: NamedDim) -> Batches:
-        """Return the sizes that fit.
+        """Return sizes of one dimension that fit the budget, with least bytes and seconds of each.
 
         Raises:
-            BudgetError: none does.
+            BudgetError: no size fits.
             ArgumentError: the dimension does not vary, or only with another of the same argument.
         """
         group = self._group(asked)
@@ -155,7 +155,7 @@ class Batching:
         return Batches(self.budget_bytes, asked.name, tuple(self._curve(group)))
 
     def _group(self, asked: NamedDim) -> tuple[Dimension, ...]:
-        """Return all dimensions that vary with one."""
+        """Return the dimensions of all arguments that vary with ``asked``: those of its size."""
         known, hints = self.graph.dimensions, self.graph.sizes.hints
         if not any(d.place == asked.place and d.dim == asked.dim for d in known):
             raise asked.refuse(
@@ -211,7 +211,7 @@ class Batching:
         return [found[size] for size in sorted(found)]
 
     def _largest(self, group: Sequence[Dimension]) -> int | None:
-        """Return the largest size of ``group`` that fits and that the model takes."""
+        """Return the largest size of ``group`` that fits and the model accepts, or ``None``."""
         predicted = largest_size(
             self.graph,
             self.context,
@@ -225,11 +225,11 @@ class Batching:
         return predicted and self._largest_trained(group, predicted)
 
     def _largest_trained(self, group: Sequence[Dimension], predicted: int) -> int | None:
-        """Return the largest size up to ``predicted`` that a separate compile accepts.
+        """Return the largest size up to ``predicted`` whose compiled step keeps to the budget.
 
-        Only parts that must keep their bits can be refused: at each size of a capture they are cut
-        elsewhere, and a library's kernels round by where they are cut. What fits without them is
-        not compiled.
+        Return ``None`` if there is none. A size is compiled only if it does not fit without
+        operations that are computed in parts and must have the bits of the whole: at each size the
+        parts have other rows, where library kernels may round differently. Such parts are not used.
         """
 
         taken = self._taken(group)
@@ -258,7 +258,7 @@ class Batching:
         return taken[low - 1] if low else None
 
     def _taken(self, group: Sequence[Dimension]) -> range:
-        """Return the sizes for which the captured graph holds."""
+        """Return the sizes of ``group`` for which the captured graph is valid, by its guards."""
         found = taken_sizes(self.graph.sizes, self.context.sizes, group)
         assert found is not None
         return found
@@ -273,7 +273,7 @@ class Batching:
         )
 
     def _is_taken(self, context: StepContext) -> bool:
-        """Whether the model takes arguments of such sizes, such as its table of positions does."""
+        """Return whether the model accepts arguments of these sizes, which a table may limit."""
         if context.sizes == self.graph.sizes.hints:
             return True
         try:
@@ -285,8 +285,11 @@ class Batching:
     def _sample_at(
         self, context: StepContext, make: Callable[..., torch.Tensor] = torch.Tensor.new_zeros
     ) -> Sample:
-        """A sample of a call's sizes: zeros, which any index or class may be; or what ``make``
-        makes of a tensor and a shape.
+        """Return the sample with the tensor sizes of ``context``.
+
+        Args:
+            context: the context with the sizes.
+            make: returns the new tensor for a tensor of the sample and a shape, by default zeros.
         """
         new = {(d.place, d.dim): context.sizes[d.symbol] for d in self.graph.dimensions}
         made: dict[int, torch.Tensor] = {}  # one tensor may be given in several places
