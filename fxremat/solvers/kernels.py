@@ -73,7 +73,7 @@ def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
 
 
 def last_filled(table: Table, numbers: Numbers) -> Table:
-    """Return a copy of ``table`` with intervals that end with the last stage by ``numbers``' sizes."""
+    """Return a copy of ``table`` in which rows that end with the last stage use ``numbers``."""
     copy = table._replace(numbers=numbers, values=table.values.copy(), first=table.first.copy())
     count, end = numbers.gradient.size, table.values.shape[1]
     for s in range(count - 2, -1, -1):
