@@ -133,7 +133,7 @@ class _Runs:
         self.ticks = Ticks.of([*durations, *parts], total_s=total_s)
 
     def minimize_seconds(self) -> None:
-        """Set the objective: minimal seconds of forwards and rebuilding. Each backward runs once."""
+        """Set the objective: least seconds of forwards and rebuilds; each backward runs once."""
         count = self.ticks.count
         forwards = sum(
             count(stage.forward_s) * (run.forward[i] - run.rebuild[i])

@@ -160,7 +160,7 @@ class FluidModel:
     def _add_times(self, seconds: Sequence[float]) -> None:
         """Add variables for the times of events, in order.
 
-        Event ``2 c`` is the start of computation ``c``, event ``2 c + 1`` its end ``seconds[c]`` later.
+        Event ``2 c`` is the start of computation ``c``; event ``2 c + 1`` is its end.
         """
         ticks = self.grains.ticks
         grains = sum(self.sizes.values())

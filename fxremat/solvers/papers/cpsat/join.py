@@ -106,7 +106,7 @@ class _Model(JoinSteps):
     """CP-SAT model of the schedules of a join, with their time as objective."""
 
     def minimize_seconds(self) -> None:
-        """Set the objective: minimal seconds of forwards and rebuilds. Each backward runs once."""
+        """Set the objective: least seconds of forwards and rebuilds; each backward runs once."""
         longest_s = sum(max(stage.forward_s, stage.rebuild_s) for stage in self.costs)
         durations = [t for stage in self.costs for t in (stage.forward_s, stage.rebuild_s)]
         self.ticks = Ticks.of(durations, total_s=len(self.steps) * longest_s)

@@ -22,8 +22,7 @@ class StepVariables:
     Each list has one variable per stage if not stated otherwise.
 
     Attributes:
-        none, ck, all, rebuild, back: whether this operation runs: ``F_none``, ``F_ck``, ``F_all``, a
-            rebuild (``F_all`` and ``B``), or ``B``.
+        none, ck, all, rebuild, back: whether this operation runs; a rebuild is ``F_all`` and ``B``.
         done: whether the stage's backward has run.
         kept, saved: whether its boundary and saved set are held.
         flight: by line and boundary, whether the boundary is held only for the next forward.
@@ -143,7 +142,7 @@ class JoinSteps:
                 self.cp.add(variable == (at == 0 and line < self.trunk))
 
     def _add_valid(self, step: StepVariables) -> None:
-        """Add constraints: until all backwards are done, an operation runs whose inputs are held."""
+        """Add constraints: one operation whose inputs are held runs, until all are done."""
         cp = self.cp
         cp.add(sum(step.any(i) for i in range(self.stages)) == 1 - self._is_finished(step))
         for line, stages in self._lines():
@@ -253,7 +252,7 @@ class JoinSteps:
                 self.cp.add(forward + held - step.done[r] - in_flight <= 1)
 
     def _trunk_is_readable(self, step: StepVariables) -> IntVar:
-        """Return a variable that is 1 if a trunk boundary is held that some backward can still use."""
+        """Return a variable that is 1 if a trunk boundary is held that a backward can still use."""
         cp = self.cp
         readable = cp.new_bool_var("")
         for i in range(self.trunk_start, self.stages):
