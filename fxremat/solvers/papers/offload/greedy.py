@@ -39,7 +39,10 @@ def solve(problem: Problem, *, relaxed: bool = False) -> Solution:
 
 
 def eager(line: OffloadChain, *, rounded: bool) -> list[int]:
-    """Return the bytes to offload of each activation."""
+    """Return the bytes to offload of each activation: the first ones, as many as the budget lacks.
+
+    If ``rounded``, the last of them is offloaded entirely, else in part.
+    """
     left = line.peak_bytes - line.budget
     amounts = []
     for size in line.sizes:
