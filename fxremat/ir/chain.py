@@ -64,15 +64,15 @@ class Chain:
         return sum(self.storages[i].nbytes for i in set(ids))
 
     def saved_set(self, stage: int) -> frozenset[int]:
-        """Return the ids of the storages that ``F_all`` of a stage adds to its input.
+        """Return the ids of the storages that a forward adds to its input if it keeps everything.
 
         They are ``saved`` of the stage and the boundary after it, without the boundary before it.
         """
         return self.added(stage, self.stages[stage].saved)
 
     def added(self, stage: int, kept: Iterable[int]) -> frozenset[int]:
-        """Return the ids of the storages that ``F_all`` adds to a stage's input, keeping ``kept``.
+        """Return the ids of the storages that a forward adds to its input if it keeps ``kept``.
 
-        The boundary after the stage is always kept.
+        They are ``kept`` and the boundary after the stage, without the boundary before it.
         """
         return frozenset({*kept, *self.boundaries[stage + 1]} - set(self.boundaries[stage]))

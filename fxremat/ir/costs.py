@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SaveOption:
-    """A choice of storages of a stage that ``F_all`` keeps; the stage's backward rebuilds the rest.
+    """A choice of the storages that a stage's forward keeps for its backward (``F_all``).
+
+    The backward rebuilds the rest of the saved set.
 
     Attributes:
         kept: ids of the storages kept. The boundary after the stage is kept too; the one before it
@@ -62,7 +64,7 @@ class StageCosts:
     options: tuple[SaveOption, ...] = ()
 
     def choices(self, saved: tuple[int, ...]) -> tuple[SaveOption, ...]:
-        """Return the choices of what ``F_all`` keeps: the whole saved set first, then ``options``.
+        """Return the choices of what a forward may keep: the whole saved set, then ``options``.
 
         Args:
             saved: ids of the storages of the whole saved set.

@@ -91,7 +91,7 @@ class JoinCosts:
 
     @property
     def left_bytes(self) -> tuple[int, ...]:
-        """Bytes that each branch's backward leaves: ``done_bytes``, or zeros if that is empty."""
+        """Bytes that each branch's backward leaves until the step ends, also if all are 0."""
         return self.done_bytes or (0,) * len(self.branches)
 
 

@@ -199,7 +199,7 @@ Tensors = tuple[tuple[int, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is decided for a step in addition to its schedule.
+    """What a planner decides for a step in addition to the order of its computations.
 
     Attributes:
         missing: stages that do not keep everything, and the tensors that their backwards rebuild.

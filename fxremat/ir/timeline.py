@@ -69,7 +69,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One operation of a replay.
+    """One operation of a replayed schedule, with its times and the memory it holds.
 
     Attributes:
         op: the operation.
