@@ -73,7 +73,7 @@ def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
 
 
 def last_filled(table: Table, numbers: Numbers) -> Table:
-    """Return a copy of ``table`` in which rows that end with the last stage use ``numbers``."""
+    """Return a copy of ``table`` with intervals up to the last stage refilled by ``numbers``."""
     copy = table._replace(numbers=numbers, values=table.values.copy(), first=table.first.copy())
     count, end = numbers.gradient.size, table.values.shape[1]
     for s in range(count - 2, -1, -1):
@@ -88,15 +88,21 @@ def last_filled(table: Table, numbers: Numbers) -> Table:
 
 @njit(inline="always")
 def row_of(s: int, t: int, count: int) -> int:
-    """Return the index of the row of interval ``(s, t)`` in a table of ``count`` stages."""
+    """Return the index of the row of stages ``s … t`` in a table of a chain of ``count`` stages."""
     return s * count - s * (s - 1) // 2 + t - s
 
 
 @njit(inline="always")
 def all_bytes(n: Numbers, s: int, t: int, option: int) -> int:
-    """Return the peak bytes beyond boundary ``s`` of ``F_all s`` and ``B s``.
+    """Return the peak bytes of stage ``s`` if its forward keeps a saved set until its backward.
 
-    They run before and after stages ``s + 1 … t``. ``m_all`` of Beaumont et al. (2019).
+    They are in addition to boundary ``s``, for the forward and the backward, which enclose stages
+    ``s + 1 … t``. ``m_all`` of Beaumont et al. (2019).
+
+    Args:
+        n: the chain.
+        s, t: first and last stage.
+        option: what the forward keeps, 0 for the whole saved set, else a save option.
     """
     nbytes: int = max(n.gradient[t] + n.keep[s, option], n.back[s, option])
     return nbytes
@@ -104,9 +110,10 @@ def all_bytes(n: Numbers, s: int, t: int, option: int) -> int:
 
 @njit(inline="always")
 def ck_bytes(n: Numbers, s: int, cut: int, t: int) -> int:
-    """Return the peak bytes beyond boundary ``s`` of forwards ``F_ck s, F_none s + 1 … cut - 1``.
+    """Return the peak bytes of forwards of stages ``s … cut - 1`` that keep only boundary ``s``.
 
-    It includes the gradient after ``t``. ``m_none`` of Beaumont et al. (2019).
+    They are in addition to boundary ``s``, and include the gradient after stage ``t``. ``m_none``
+    of Beaumont et al. (2019).
     """
     nbytes: int = n.gradient[t] + n.sweep[s, cut]
     return nbytes
@@ -130,9 +137,12 @@ def leaf_ways(n: Numbers, s: int) -> int:
 
 @njit(inline="always")
 def leaf_way(n: Numbers, s: int, way: int) -> tuple[int, int, float]:
-    """Return choice, bytes and seconds of the ``way``-th of the ``leaf_ways`` of stage ``s``.
+    """Return a way to run stage ``s`` forward and backward without others between.
 
-    The choice is numbered as in the module, the bytes are in addition to boundary ``s``.
+    ``way`` is below ``leaf_ways``.
+
+    Returns:
+        The choice as numbered in the module, its bytes in addition to boundary ``s``, its seconds.
     """
     if way < 2:
         return s + way, n.leaf_bytes[s, way], n.leaf_s[s, way]
@@ -142,7 +152,10 @@ def leaf_way(n: Numbers, s: int, way: int) -> tuple[int, int, float]:
 
 @njit(inline="always")
 def _fill_leaf(table: Table, s: int) -> None:
-    """Fill the row of the single stage ``s`` by Equation (1) of Beaumont et al. (2019)."""
+    """Fill the row of the single stage ``s`` with its seconds for every number of free slots.
+
+    By Equation (1) of Beaumont et al. (2019).
+    """
     n = table.numbers
     row = row_of(s, s, n.gradient.size)
     values = table.values[row]
@@ -160,7 +173,7 @@ def _fill_leaf(table: Table, s: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _try_all(table: Table, s: int, t: int, begin: int) -> int:
-    """Lower entries of row ``(s, t)`` to the seconds of choices that run ``F_all s`` first.
+    """Lower the entries of stages ``s … t`` to choices in which stage ``s`` keeps its saved set.
 
     Returns:
         The index of the row's first finite entry, which was ``begin`` before.
@@ -221,7 +234,7 @@ def lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
 
 @njit(cache=True, nogil=True)
 def _try_cuts(table: Table, s: int, t: int, from_cut: int, to_cut: int, begin: int) -> int:
-    """Lower entries of row ``(s, t)`` to the seconds of choices that keep boundary ``s`` and a cut.
+    """Lower the entries of stages ``s … t`` to choices that keep boundary ``s`` and run to a cut.
 
     The cuts are ``from_cut … to_cut - 1``.
 
@@ -253,7 +266,7 @@ def _try_cuts(table: Table, s: int, t: int, from_cut: int, to_cut: int, begin: i
 
 @njit(cache=True, nogil=True)
 def _fill_tile(table: Table, s0: int, t0: int) -> None:
-    """Fill rows ``(s, t)`` with ``s`` in the tile at ``s0`` and ``t`` in the tile at ``t0``.
+    """Fill the rows of intervals with first stage in the tile at ``s0`` and last in that at ``t0``.
 
     Cuts in tiles strictly between come first, one tile of cuts at a time: all rows of this tile
     then read the same rows from the cache. Cuts in the two tiles at the ends read rows of this tile
@@ -289,7 +302,7 @@ def _fill_tile(table: Table, s0: int, t0: int) -> None:
 
 
 def _fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
-    """Fill tiles ``begin, begin + stride, …`` of one diagonal of tiles.
+    """Fill tiles ``begin, begin + stride, …`` of the diagonal of tiles at ``distance``.
 
     By Equation (2) of Beaumont et al. (2019), see ``rotor``.
 
@@ -303,9 +316,9 @@ def _fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
 
 @njit(cache=True, nogil=True)
 def choose(table: Table, s: int, t: int, m: int) -> int:
-    """Return the choice whose seconds are entry ``m`` of row ``(s, t)``; ``NO_CHOICE`` if none.
+    """Return the choice that takes as long as entry ``m`` of stages ``s … t`` says.
 
-    The sums are computed again. Choices are numbered as in the module.
+    The sums are computed again. Choices are numbered as in the module; ``NO_CHOICE`` is none.
     """
     n, values, quantum = table.numbers, table.values, table.quantum
     count = n.gradient.size

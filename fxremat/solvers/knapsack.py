@@ -64,7 +64,7 @@ class Call:
     before_bytes: int
 
     def peak_bytes(self, choice: Choice, held_bytes: N) -> N:
-        """Return the peak from its forward to the next call, and from its backward to the next.
+        """Return the peak in bytes from the call's forward to the next call, and from its backward.
 
         Args:
             choice: one of the call's choices.
@@ -137,7 +137,10 @@ def solve(
 def least(calls: Sequence[Call], *, most_states: int, host_bytes: int | None = None) -> Solution:
     """Return the choices of the least peak that take at most ``host_bytes`` of host memory.
 
-    ``most_states`` is that of :func:`solve`.
+    Args:
+        calls: calls of the step.
+        most_states: maximum number of states after a call, as in ``solve``.
+        host_bytes: largest amount of host memory; ``None``: unlimited.
     """
 
     def cost(call: Call, choice: Choice, held_bytes: _Bytes, so_far: _Costs) -> _Costs:
@@ -159,7 +162,7 @@ def least(calls: Sequence[Call], *, most_states: int, host_bytes: int | None = N
 
 
 def peak_bytes(calls: Sequence[Call], chosen: Sequence[int]) -> int:
-    """Return the peak in bytes of a step in which each call has the choice of index ``chosen``."""
+    """Return the peak in bytes of a step in which call ``k`` has its choice ``chosen[k]``."""
     return _solution(calls, chosen).peak_bytes
 
 
@@ -233,7 +236,7 @@ def _minimized(calls: Sequence[Call], most_states: int, cost: _Cost) -> Solution
 
 
 def _kept(held_bytes: _Bytes, costs: _Costs, most_states: int) -> _Indices:
-    """Return the indices of states that no other beats in both bytes and cost, by ascending bytes.
+    """Return the indices of pairs that no other beats in both bytes and cost, by ascending bytes.
 
     If there are more than ``most_states``, return the first, the last, and others evenly over the
     bytes.

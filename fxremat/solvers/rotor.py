@@ -121,7 +121,7 @@ def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> So
 
 
 def least_budget(chain: Chain, costs: Costs) -> tuple[int, Schedule]:
-    """Return the exact least budget of any memory-persistent schedule, and one with that budget.
+    """Return the least budget in bytes of any memory-persistent schedule, and a schedule within it.
 
     Of choices with equal memory the recurrence takes the faster one. ``O(L³)``.
 
