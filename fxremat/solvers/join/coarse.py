@@ -104,7 +104,7 @@ def with_loss_point(join: Join, costs: JoinCosts, *, extra_bytes: int) -> Coarse
 
 
 def work_of(lengths: Sequence[int]) -> int:
-    """Return the number of choices that ``general`` compares for each slot of memory.
+    """Return the number of sums that the solver ``join`` computes for each slot of memory.
 
     Args:
         lengths: number of stages of each branch, then of the trunk.
@@ -113,7 +113,9 @@ def work_of(lengths: Sequence[int]) -> int:
 
 
 def coarsen(join: Join, costs: JoinCosts, *, most_work: int) -> Coarse:
-    """Merge neighbors of the fewest saved bytes until ``work_of`` is at most ``most_work``.
+    """Return the join after merging neighbors until ``work_of`` is at most ``most_work``.
+
+    Those with the fewest saved bytes are merged first.
 
     A small join is unchanged. A line keeps at least one stage, so a join of many branches may
     exceed ``most_work``.
@@ -232,7 +234,7 @@ class _Run:
         return [whole, *others[::-1][::step]]
 
     def _choices(self) -> list[list[tuple[SaveOption, frozenset[int]]]]:
-        """Return for each member its save options, each with the storages that ``F_all`` adds."""
+        """Return for each member its save options, each with the storages that its forward adds."""
         pairs = enumerate(
             zip(self.stages, self.line.stages[self.first :], strict=False), self.first
         )
@@ -245,12 +247,12 @@ class _Run:
         return [options[i] for options, i in zip(self._choices(), choice, strict=True)]
 
     def _peaks(self, choice: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
-        """Return for each member the bytes kept up to it, and the peaks of ``F_all`` and backward.
+        """Return for each member bytes kept up to it, and peaks of its forward and its backward.
 
-        They do not include the input of the first member and the gradients after the last.
+        They are three lists, without the first member's input and the gradients after the last.
 
         Args:
-            choice: number of the option of each member.
+            choice: number of the save option of each member.
         """
         held: set[int] = set()
         head = set(self.line.boundaries[self.first])

@@ -36,6 +36,9 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
     """Find the fastest memory-persistent schedule of the equivalent chain, for the join.
 
     That chain has one stage for all of a join's stages at the same distance from the trunk.
+    ``rotor`` defines memory-persistent.
+
+    That chain has one stage for all of a join's stages at the same distance from the trunk.
 
     Args:
         problem: the join. A chain is its own equivalent.

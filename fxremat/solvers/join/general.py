@@ -202,7 +202,7 @@ class JoinPlans(BudgetTable):
         return Solved(Schedule(ops), seconds_of(self.costs.stages, ops))
 
     def operations(self, budget_bytes: int) -> tuple[Compute, ...]:
-        """Return the operations of ``schedule``, for a budget that is at least the least budget."""
+        """Return the operations of ``schedule``, for a budget of at least the least budget."""
         if self.fits(budget_bytes):
             slots = self.slots_of(budget_bytes)
             return walk.table_ops(self.join, self._lines, self._table, slots)
@@ -262,7 +262,10 @@ def _filled_table(
 
 
 def _with_forwards(table: Table) -> Floats:
-    """Return ``C(s, t, m)`` of a line's table plus the seconds of forwards ``s … t``."""
+    """Return the seconds of a line's intervals including those of each interval's first forwards.
+
+    They are ``C(s, t, m)`` of ``rotor`` plus the seconds of forwards ``s … t``.
+    """
     prefix_s = table.numbers.prefix_s
     first, last = np.triu_indices(len(prefix_s) - 1)  # in the rows' order
     takes = prefix_s[last + 1] - prefix_s[first]

@@ -132,7 +132,7 @@ def _after_trunk(branch: Numbers, stages: tuple[StageCosts, ...]) -> Numbers:
 
 
 def state_count(lengths: Sequence[int]) -> int:
-    """Return the number of states of a join in the recurrence of ``general``.
+    """Return the number of states in the table of the solver ``join``.
 
     Args:
         lengths: number of stages of each branch, then of the trunk.
@@ -196,7 +196,7 @@ def _freed(chain: Chain) -> Ints:
 
 
 def _trunk_bytes(join: Join) -> tuple[Ints, Ints]:
-    """Return ``trunk_born`` and ``trunk_crossed`` of ``JoinNumbers``."""
+    """Return the arrays ``trunk_born`` and ``trunk_crossed`` of ``JoinNumbers``."""
     end = len(join.trunk)
     ends = set(join.trunk.boundaries[0])
     most = max(map(len, join.branches))

@@ -70,7 +70,7 @@ class JoinTable(NamedTuple):
 
 
 class JoinLeast(NamedTuple):
-    """Least memory of every state of a join, in bytes beyond the heads and what was held before.
+    """Least memory of every state of a join in bytes, beyond what is held when the state begins.
 
     Attributes:
         numbers: the join.
@@ -87,10 +87,9 @@ class JoinLeast(NamedTuple):
 
 @njit(inline="always")
 def _heads_of(n: JoinNumbers, number: int, p: Ints) -> bool:
-    """Write the heads of this number into ``p``, and return whether all are ends of branches.
+    """Write the heads with a number into ``p``, and return whether all are ends of branches.
 
-    A head is the boundary of a branch that is held. Heads ``p`` have the number ``Σ p[b] *
-    n.strides[b]``.
+    A head is the held boundary of a branch. Heads ``p`` have the number ``Σ p[b] n.strides[b]``.
     """
     at_ends = True
     for b in range(n.lengths.size):
@@ -101,7 +100,11 @@ def _heads_of(n: JoinNumbers, number: int, p: Ints) -> bool:
 
 @njit(inline="always")
 def _state_row(n: JoinNumbers, state: State) -> int:
-    """Return the row of a state, which is number of heads, mask and trunk stage, in the tables."""
+    """Return the row of a state in the tables.
+
+    A state is the number of the heads (held boundaries of branches), the mask of branches whose
+    head is in a saved set, and the last trunk stage.
+    """
     number, h, t = state
     row: int = (number * (1 << n.lengths.size) + h) * n.trunk_gradient.size + t
     return row
@@ -109,7 +112,7 @@ def _state_row(n: JoinNumbers, state: State) -> int:
 
 @njit(inline="always")
 def _is_state(n: JoinNumbers, p: Ints, h: int) -> bool:
-    """Return whether heads ``p`` and mask ``h`` are consistent.
+    """Return whether heads ``p`` (held boundaries of branches) and mask ``h`` are consistent.
 
     ``h`` has a bit for each branch whose head is in a saved set, which no branch's input is.
     """
@@ -137,9 +140,9 @@ def _more_in_backward(n: JoinNumbers, p: Ints, h: int, b: int) -> int:
 
 @njit(inline="always")
 def _can_cut_trunk(n: JoinNumbers, p: Ints, h: int) -> bool:
-    """Return whether the trunk may free the ends of all branches.
+    """Return whether the trunk may free the last boundaries of the branches.
 
-    It may not if a head ``p[b]`` is an end and in no saved set by mask ``h``.
+    It may unless one is a head (held boundary ``p[b]``) that is in no saved set by mask ``h``.
     """
     possible = True
     for b in range(n.lengths.size):
@@ -149,9 +152,9 @@ def _can_cut_trunk(n: JoinNumbers, p: Ints, h: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def sweep_order(n: JoinNumbers, p: Ints) -> Ints:
-    """Return the branches in the order of running them to their ends that has the least peak.
+    """Return the order in which to run the branches to their ends with the least peak.
 
-    Those come first that free most after their peak.
+    Those come first that free most after their peak. ``p`` are the boundaries they start from.
     """
     gain = np.empty(n.lengths.size, dtype=np.int64)
     for b in range(n.lengths.size):
@@ -215,14 +218,17 @@ def list_choices(n: JoinNumbers, state: State, into: Choices) -> int:
 
 @njit(cache=True, nogil=True)
 def _list_trunk_cuts(n: JoinNumbers, state: State, p: Ints, into: Choices, count: int) -> int:
-    """Add the choices that keep all heads and cut the trunk, and return the new ``count``.
+    """Add the choices that keep the held boundaries of all branches and cut the trunk.
 
     Args:
         n: the join.
         state: number of heads, mask and trunk stage.
-        p: the heads.
-        into: buffers that have ``count`` choices.
-        count: number of choices so far.
+        p: heads, the held boundary of each branch.
+        into: buffers to add choices to.
+        count: number of choices in the buffers.
+
+    Returns:
+        The new number of choices in the buffers.
     """
     number, h, t = state
     ends_s, added, peak = 0.0, 0, 0

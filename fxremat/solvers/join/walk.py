@@ -21,9 +21,10 @@ from fxremat.solvers.sequences import sweep, walk
 
 
 class _State(NamedTuple):
-    """A task to schedule all that remains of the join from heads ``p`` and mask ``h`` on.
+    """A task to schedule what remains of the join when each branch has run to boundary ``p[b]``.
 
-    That is state ``J(p, h, t, available)`` of ``general``.
+    That is ``J(p, h, t, available)`` of ``general``: mask ``h`` has a bit for each branch whose
+    boundary is in a saved set, and ``t`` is the last stage of the trunk.
     """
 
     p: tuple[int, ...]
