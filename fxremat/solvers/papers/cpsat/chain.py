@@ -86,7 +86,7 @@ def solve(
 
 
 def _hinted(model: _Runs, problem: Problem) -> Solved | None:
-    """Give rotor's schedule, which is memory-persistent, to the search as its start.
+    """Give rotor's schedule to the search as its start.
 
     Returns:
         That schedule; ``None`` if it has too many runs, or does not fit.

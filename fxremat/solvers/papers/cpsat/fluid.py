@@ -143,10 +143,10 @@ class FluidModel:
         return max(self.line.compute_s, bound_s)
 
     def solution(self, search: CpSolver) -> Solved:
-        """Return the ordered no-wait schedule that offloads what the search chose.
+        """Return the schedule that offloads what the search chose, with the least time for that.
 
-        Its time is the minimum of the search, if the scale is exact (Proposition 1 of Beaumont,
-        Eyraud-Dubois, Shilova, 2019).
+        It is ordered and no-wait (see ``offload.phases``). Its time is the minimum of the search, if
+        the scale is exact (Proposition 1 of Beaumont, Eyraud-Dubois, Shilova, 2019).
         """
         amounts = [0.0] * len(self.line.sizes)
         for i in self.moved:

@@ -113,7 +113,7 @@ def crossings(chain: Chain, unit_bytes: int) -> list[HeldStorage]:
 
 
 class _Way(NamedTuple):
-    """Bytes of a choice of what ``F_all`` keeps.
+    """Bytes of a choice of what a forward keeps for its backward.
 
     ``private_bytes`` are those of kept storages that are in neither boundary of the stage; the
     others are as in ``SaveOption``.
@@ -125,7 +125,7 @@ class _Way(NamedTuple):
 
 
 def _ways(chain: Chain, costs: StageCosts, stage: int) -> Iterator[_Way]:
-    """Yield the bytes of each way to run ``F_all``: keeping everything, then each save option."""
+    """Yield the bytes of each choice of what a forward keeps: everything, then the save options."""
     after = set(chain.boundaries[stage + 1])
     for option in costs.choices(chain.stages[stage].saved):
         private_bytes = chain.nbytes(chain.added(stage, option.kept) - after)

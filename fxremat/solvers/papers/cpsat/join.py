@@ -60,6 +60,8 @@ def solve(
 ) -> Solution:
     """Find the fastest memory-persistent schedule within the budget by CP-SAT, with proof.
 
+    ``rotor`` defines memory-persistent. A step of a schedule is one operation of one stage.
+
     Args:
         problem: the join, its costs and the budget.
         steps: maximum number of steps of a schedule; ``None``: ``default_steps``.

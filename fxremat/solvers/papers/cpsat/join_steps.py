@@ -54,6 +54,9 @@ class StepVariables:
 class JoinSteps:
     """CP-SAT model of all memory-persistent schedules of a join of at most ``count`` steps.
 
+    A step is one operation of one stage, or a rebuild with its backward. ``rotor`` defines
+    memory-persistent.
+
     A step is one operation, or a rebuild with its backward.
 
     Attributes:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class WholeModel:
-    """CP-SAT model of the shortest step with whole transfers.
+    """CP-SAT model of the shortest step whose transfers free and allocate all memory at once.
 
     The objective is the end of the last backward.
     """
@@ -59,7 +59,7 @@ class WholeModel:
         return max(self.line.compute_s, bound_s)
 
     def solution(self, search: CpSolver) -> Solved:
-        """Return a schedule whose no-wait replay has the times of the search, or earlier ones.
+        """Return a schedule whose replay has the times of the search, or earlier ones.
 
         Prefetches follow the computation in or after which the search placed them. Offloads precede
         whatever acquires memory after they begin.
