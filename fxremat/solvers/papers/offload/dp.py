@@ -83,7 +83,7 @@ def solve(problem: Problem, *, slots: int = 500, relaxed: bool = False) -> Solut
 
 
 def _choose(line: OffloadChain, *, slots: int) -> list[int]:
-    """Return the bytes to offload of each activation, all or nothing, in the fluid model."""
+    """Return the bytes to offload of each activation, all or nothing, for the shortest step."""
     quantum = quantum_bytes(line.budget, slots=slots)
     everything = [size if i in line.movable else 0 for i, size in enumerate(line.sizes)]
     simple = [eager(line, rounded=True), everything]

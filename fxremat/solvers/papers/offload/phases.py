@@ -108,9 +108,10 @@ class OffloadTimes:
 
 
 def plan(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> OffloadTimes | None:
-    """Return times of the ordered no-wait schedule that offloads ``amounts[i]`` bytes of ``x_i``.
+    """Return the times of a step that offloads ``amounts[i]`` bytes of activation ``x_i``.
 
-    ``None`` if that is not enough for some operation, however long it waits. ``O(L log L)``.
+    They are those of the ordered no-wait schedule, see the module. ``None`` if the amounts are not
+    enough for some operation, however long it waits. ``O(L log L)``.
 
     Args:
         line: the chain.
@@ -241,14 +242,14 @@ def _reached(
 def solve_by(
     problem: Problem, amounts_of: Callable[[OffloadChain], Sequence[float]], *, whole: bool
 ) -> Solved | Infeasible:
-    """Return the ordered no-wait schedule that offloads what ``amounts_of`` returns.
+    """Return the schedule that offloads what ``amounts_of`` returns, and its time.
 
-    It returns ``Infeasible`` if the budget is below the least budget.
+    It is ordered and no-wait, see the module. ``Infeasible`` if the budget is too small.
 
     Args:
         problem: the chain, its costs, the budget and the link.
         amounts_of: returns the bytes to offload of each activation, which have to suffice.
-        whole: whether transfers are whole, else fluid.
+        whole: whether a transfer frees or allocates all its memory at once, else byte by byte.
 
     Raises:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
@@ -260,7 +261,10 @@ def solve_by(
 
 
 def schedule_offloads(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Solved:
-    """Return the ordered no-wait schedule that offloads ``amounts``, which must suffice.
+    """Return the schedule that offloads ``amounts[i]`` bytes of activation ``x_i``, and its time.
+
+    It is ordered and no-wait, see the module. The amounts must suffice. ``whole`` is whether a
+    transfer frees or allocates all its memory at once, else byte by byte.
 
     Prefetches follow the last computation that starts before them. So they take no memory that this
     computation needs, and the next one need not wait for them to start. A fluid prefetch is split
