@@ -92,7 +92,7 @@ _LONG = 12
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a search.
+    """The result of a search of ``explore``.
 
     Attributes:
         problem: the problem.

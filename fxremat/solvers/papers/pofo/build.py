@@ -30,7 +30,9 @@ _MOST_THREADS = 8
 
 
 def build(problem: Problem, *, slots: int) -> Sweep:
-    """Return a problem as the arrays that the search works on, except for its labels.
+    """Return a problem as the arrays that the search works on, without its labels.
+
+    Labels are the partial plans of a search.
 
     ``O(L³ slots width²)`` time, less where fronts are short.
 

@@ -80,7 +80,7 @@ def fluid_seconds(plan: Computations, budget: int, link: Link | None) -> float:
 
 
 def fluid_schedule(plan: Computations, budget: int, link: Link | None) -> Schedule:
-    """Return the schedule that takes ``fluid_seconds`` when it is replayed without waiting.
+    """Return the schedule of a plan that takes ``fluid_seconds`` in a no-wait replay.
 
     Offloads follow their readers, and start as soon as they can. A prefetch that starts as soon as
     it can would take memory from computations that should come first. So with all prefetches as

@@ -68,9 +68,9 @@ class Fronts(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def _insert(work: Floats, lag: Floats, size: int, new_work: float, new_lag: float) -> int:
-    """Insert a sequence into a front unless it is dominated, and return the front's new size.
+    """Insert an entry into a Pareto front unless it is dominated, and return the front's new size.
 
-    Those that it dominates are dropped. The arrays have space for one more.
+    Entries that it dominates are dropped. ``work`` and ``lag`` have space for one more.
     """
     at = 0
     while at < size and work[at] < new_work:
@@ -98,7 +98,7 @@ def _insert(work: Floats, lag: Floats, size: int, new_work: float, new_lag: floa
 
 @njit(cache=True, nogil=True)
 def _thin(work: Floats, lag: Floats, size: int) -> int:
-    """Drop one sequence of a front, and return the front's new size.
+    """Drop an entry of a Pareto front, and return the front's new size.
 
     It is the one without which the least time of the front rises least, never the first or last.
     """
@@ -117,7 +117,7 @@ def _thin(work: Floats, lag: Floats, size: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _is_dominated(work: Floats, lag: Floats, size: int, new_work: float, new_lag: float) -> bool:
-    """Return whether a sequence of the front has no more work and no more lag than the new one."""
+    """Return whether an entry of the front has at most the work and the lag of the new one."""
     for k in range(size):
         if work[k] > new_work:
             return False
@@ -128,10 +128,12 @@ def _is_dominated(work: Floats, lag: Floats, size: int, new_work: float, new_lag
 
 @njit(inline="always")
 def _of_all(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tuple[float, float]:
-    """Return work and lag of ``F_all s``, then a sequence of stages ``s + 1 … t``, then ``B s``.
+    """Return work and lag of a sequence that runs stage ``s`` around one of stages ``s + 1 … t``.
+
+    The forward of stage ``s`` keeps its saved set until its backward.
 
     Args:
-        fronts: the fronts.
+        fronts: the fronts, with definitions of work and lag.
         s, t: the interval.
         work, lag: those of the sequence between.
     """
@@ -149,7 +151,7 @@ def _of_all(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tuple[fl
 def _front(
     fronts: Fronts, s: int, t: int, m: int, want: tuple[float, float], work: Floats, lag: Floats
 ) -> tuple[int, int, int, int]:
-    """Compute the front of ``(s, t)`` with ``s < t``, or explain an entry of it.
+    """Compute the Pareto front of stages ``s … t``, or explain how an entry of it is composed.
 
     Args:
         fronts: fronts of all shorter intervals.

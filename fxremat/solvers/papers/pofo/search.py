@@ -22,7 +22,10 @@ from fxremat.solvers.papers.pofo.sweep import (
 
 
 def bound_s(sweep: Sweep, limits: Limits) -> float:
-    """Return a lower bound in seconds on schedules of the supplement's model, sizes in slots."""
+    """Return a lower bound in seconds on any schedule of the paper's model, with sizes in slots.
+
+    In that model, no transfer runs across the loss point.
+    """
     free = sweep.budget - sweep.input_bytes
     slots = min(sweep.fronts.size.shape[1] - 1, free // sweep.fronts.quantum)
     return float(limits.bounds[0, slots].max())
@@ -117,7 +120,7 @@ def _empty_labels(nodes: int, most: int) -> Labels:
 
 
 def _walk(labels: Labels, node: int, label: int, way: int) -> Iterator[SweepChoice]:
-    """Yield the decisions that led to a label, from the last to the first.
+    """Yield the decisions that led to a label (a partial plan), from the last to the first.
 
     Args:
         labels: the labels.

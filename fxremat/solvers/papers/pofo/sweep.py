@@ -113,10 +113,10 @@ class Labels(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Lower bounds and the best time so far, by which labels are dropped.
+    """Lower bounds and the best time so far, by which labels (partial plans) are dropped.
 
     Attributes:
-        shares: ``(·, 2)``, pairs ``(p, q)``.
+        shares: ``(·, 2)``, pairs that weight transfers against work in the two phases.
         bounds: ``(2 L, slots + 1, ·)``, for each pair the least time left, without transfers that
             already wait.
         best_s: ``(1,)``, time of the best schedule so far.
@@ -131,7 +131,7 @@ class Limits(NamedTuple):
 
 @njit(inline="always", cache=True, nogil=True)
 def segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int, float]:
-    """Return which sequence runs stages ``s … cut - 1`` backward in the least time.
+    """Return the sequence that runs stages ``s … cut - 1`` backward in the least time.
 
     It is inlined, since a call would count references to all the arrays.
 
@@ -175,7 +175,7 @@ def _put(
     came: tuple[int, int],
     slack: float,
 ) -> None:
-    """Add a label to a node unless it is dominated, and drop those that it dominates.
+    """Add a label (a partial plan) to a node unless it is dominated; drop those it dominates.
 
     Args:
         labels: labels of all nodes.
@@ -225,7 +225,7 @@ def _put(
 
 @njit(cache=True, nogil=True)
 def _worst(labels: Labels, node: int) -> int:
-    """Return the index of the label of greatest bound at a full node."""
+    """Return the index of the label with the greatest ``bound`` at a node that is full."""
     worst = 0
     for k in range(1, labels.held.shape[1]):
         if labels.bound[node, k] > labels.bound[node, worst]:
@@ -250,7 +250,7 @@ def _offer(
     label: tuple[int, float, float, float],
     came: tuple[int, int],
 ) -> None:
-    """Add a label to a node unless it is dominated or cannot lead to a better schedule.
+    """Add a label (a partial plan) to a node unless it is dominated or cannot beat the best.
 
     ``label`` has ``held``, ``spent``, ``out`` and ``back`` of ``Labels``, ``came`` has ``parent``
     and ``origin``.
@@ -272,7 +272,7 @@ def _offer(
 def expand_ck(
     sweep: Sweep, labels: Labels, limits: Limits, node: int, cuts: tuple[int, int, int]
 ) -> None:
-    """Extend the labels of a node by ``F_ck i, F_none …`` up to each of several cuts.
+    """Extend the labels of a node by forwards that keep only stage ``i``'s input, up to some cuts.
 
     That is ``OC^{F_ck}`` of Beaumont, Eyraud-Dubois, Shilova (2021).
 
@@ -315,9 +315,9 @@ def expand_ck(
 
 @njit(cache=True, nogil=True)
 def expand_all(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> None:
-    """Extend the labels of a node by ``F_all i`` and, after everything else, ``B i``.
+    """Extend the labels of a node by a forward that keeps everything for its backward.
 
-    They are added to the next stage's node. That is ``OC^{F_all}`` of Beaumont, Eyraud-Dubois,
+    The new labels are at the next stage's node. That is ``OC^{F_all}`` of Beaumont, Eyraud-Dubois,
     Shilova (2021).
     """
     n = sweep.numbers
