@@ -145,7 +145,7 @@ class FluidModel:
     def solution(self, search: CpSolver) -> Solved:
         """Return the schedule that offloads what the search chose, with the least time for that.
 
-        It is ordered and no-wait (see ``offload.phases``). Its time is the minimum of the search, if
+        It is ordered and no-wait, see ``offload.phases``. Its time is the minimum of the search, if
         the scale is exact (Proposition 1 of Beaumont, Eyraud-Dubois, Shilova, 2019).
         """
         amounts = [0.0] * len(self.line.sizes)

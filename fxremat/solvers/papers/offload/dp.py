@@ -67,8 +67,8 @@ def solve(problem: Problem, *, slots: int = 500, relaxed: bool = False) -> Solut
         problem: the chain, its costs, the budget and the link. Without a link nothing moves.
         slots: what stays in memory is rounded up to multiples of the budget divided by ``slots``.
             The choice is optimal if that multiple is one byte.
-        relaxed: if true, return the schedule for a fluid replay, and its time in it; else the
-            schedule of whole transfers that moves the same.
+        relaxed: if true, return the schedule with transfers byte by byte, and its time; else the
+            one that moves the same activations, each freed and allocated at once.
 
     Returns:
         ``Solved``, or ``Infeasible`` with the exact least budget, which is that of all schedules
@@ -101,7 +101,9 @@ def _fluid_s(line: OffloadChain, amounts: list[int]) -> float:
 
 
 class _States(NamedTuple):
-    """States of Algorithm 1 after a stage; each array has an entry per state.
+    """States of the dynamic program after a stage; each array has an entry per state.
+
+    The symbols are those of Algorithm 1 of Beaumont, Eyraud-Dubois, Shilova (2019).
 
     Attributes:
         kept: ``K``, slots of earlier activations that stay in device memory.
@@ -165,11 +167,11 @@ def search(
 def _run(
     line: OffloadChain, i: int, states: _States, quantum: int
 ) -> tuple[_States, Floats, Floats]:
-    """Run ``F_i`` and ``B_i`` from every state in which they fit, and add their idle seconds.
+    """Run forward and backward of stage ``i`` from every state in which both fit.
 
     Returns:
         The states with idle seconds added to ``idle_s``, and for each of them the bytes that the
-        link can move until the end of ``F_i``, and from the start of ``B_i``.
+        link can move until the end of the forward, and from the start of the backward.
     """
     kept = states.kept * quantum
     forward_room = line.budget - line.forward_bytes[i] - kept

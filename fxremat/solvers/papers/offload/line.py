@@ -20,9 +20,10 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class OffloadChain:
-    """A chain of ``L`` stages, in bytes, in the terms of Beaumont, Eyraud-Dubois, Shilova (2019).
+    """A chain of ``L`` stages in the terms of Beaumont, Eyraud-Dubois, Shilova (2019), in bytes.
 
-    Activation ``x_0`` is boundary 0, and ``x_{i+1}`` is saved set ``i``.
+    Activation ``x_0`` is boundary 0, and ``x_{i+1}`` is saved set ``i``. ``F_i`` and ``B_i`` are
+    forward and backward of stage ``i``.
 
     Attributes:
         sizes: ``L + 1`` sizes ``|x_i|``.

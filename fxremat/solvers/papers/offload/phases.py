@@ -69,7 +69,7 @@ class Phase:
         end_s: end of the last operation.
         transfers: transfers, in order.
         moved: for each transfer the bytes moved by it and all before it.
-        whole: whether transfers are whole.
+        whole: whether a transfer frees or allocates all its memory at once.
     """
 
     starts: tuple[float, ...]
@@ -93,7 +93,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class OffloadTimes:
-    """The times of a whole step: starts in seconds, transfers in order of time.
+    """Times of a whole step in seconds, with transfers in order of time.
 
     Attributes:
         forwards, backwards: start of each ``F_i`` and ``B_i``.
@@ -198,7 +198,7 @@ def _no_wait(
         away: bytes that must have been moved before each operation.
         amounts: bytes of each operation to move. They count as moved for later operations only.
         rate: bytes per second.
-        whole: whether transfers are whole.
+        whole: whether a transfer frees or allocates all its memory at once.
         during: whether ``amounts[i]`` can be moved from the start of operation ``i`` on, else from
             its end on.
     """
