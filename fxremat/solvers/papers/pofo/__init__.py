@@ -196,9 +196,9 @@ def solve(
 
 
 def explore(problem: Problem, *, slots: int = 50, labels: int = 600) -> Outcome | Infeasible:
-    """Return all results of the search of ``solve``, with the same arguments and errors.
+    """Run the search of ``solve``, and return its plans and bounds.
 
-    They are ``Infeasible`` with the least budget if no schedule fits.
+    Arguments and errors are those of ``solve``. ``Infeasible`` has the least budget, as there.
     """
     slots = whole_count(slots, name="slots")
     labels = whole_count(labels, name="labels")
@@ -225,9 +225,9 @@ def explore(problem: Problem, *, slots: int = 50, labels: int = 600) -> Outcome 
 
 
 def _without_transfers(problem: Problem, slots: int) -> Solved | None:
-    """Return the faster of rotor's schedules with ``slots`` and with ``ROTOR_SLOTS`` or more slots.
+    """Return rotor's fastest schedule with ``slots`` or more slots; ``None`` if none fits.
 
-    More slots cost it little, and a plan must not be slower than it. ``None`` if none fits.
+    More slots cost it little, and a plan must not be slower than it.
     """
     solutions = [rotor.solve(problem, slots=n) for n in {slots, max(slots, ROTOR_SLOTS)}]
     solved = [solution for solution in solutions if isinstance(solution, Solved)]

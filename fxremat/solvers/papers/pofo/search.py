@@ -74,7 +74,7 @@ def search(
 
     Args:
         sweep: the chain.
-        limits: the bounds, and the best time so far.
+        limits: the bounds, and the best time so far, which is lowered.
         most: maximum number of labels of a node. Beyond, those of the greatest bound are dropped.
         recompute: whether ``F_ck`` is allowed before the last stage.
 
