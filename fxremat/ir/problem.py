@@ -107,7 +107,6 @@ def check_stage_costs(chain: Chain, stages: tuple[StageCosts, ...], *, name: str
     """Raise ``ValueError`` for the first malformed entry of ``stages``, the costs of ``chain``.
 
     Args:
-        chain: the chain.
         stages: costs of each of its stages.
         name: what messages call ``stages``.
     """

@@ -100,7 +100,6 @@ def all_bytes(n: Numbers, s: int, t: int, option: int) -> int:
     ``s + 1 … t``. ``m_all`` of Beaumont et al. (2019).
 
     Args:
-        n: the chain.
         s, t: first and last stage.
         option: what the forward keeps, 0 for the whole saved set, else a save option.
     """

@@ -138,7 +138,6 @@ def least(calls: Sequence[Call], *, most_states: int, host_bytes: int | None = N
     """Return the choices of the least peak that take at most ``host_bytes`` of host memory.
 
     Args:
-        calls: calls of the step.
         most_states: maximum number of states after a call, as in ``solve``.
         host_bytes: largest amount of host memory; ``None``: unlimited.
     """
@@ -172,7 +171,6 @@ def rooms(calls: Sequence[Call], chosen: Sequence[int]) -> list[int]:
     They exist in addition to what this and earlier regions hold when its forward ends.
 
     Args:
-        calls: calls of the step.
         chosen: index of the choice of each call.
     """
     held = [call.choices[i].held_bytes for call, i in zip(calls, chosen, strict=True)]

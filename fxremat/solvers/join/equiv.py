@@ -100,7 +100,6 @@ def _level_costs(problem: JoinProblem, members: list[tuple[int, int]]) -> StageC
     """Return the costs of the chain's stage that runs ``members`` one after the other.
 
     Args:
-        problem: the join.
         members: branch and place of each, as ``_members`` returns them.
     """
     costs = problem.costs

@@ -221,7 +221,6 @@ def _list_trunk_cuts(n: JoinNumbers, state: State, p: Ints, into: Choices, count
     """Add the choices that keep the held boundaries of all branches and cut the trunk.
 
     Args:
-        n: the join.
         state: number of heads, mask and trunk stage.
         p: heads, the held boundary of each branch.
         into: buffers to add choices to.
@@ -320,7 +319,6 @@ def choose(table: JoinTable, state: State, m: int, choices: Choices) -> int:
     """Return the choice whose seconds are entry ``m`` of a state's row, by adding them up again.
 
     Args:
-        table: the table.
         state: number of heads, mask and trunk stage.
         m: number of free slots.
         choices: buffers, to which the state's choices are written.

@@ -97,7 +97,6 @@ def _ops(
     """Return the operations of the whole join, as ``choose`` and ``pick`` choose.
 
     Args:
-        join: the join.
         n: its arrays.
         choose: returns the choice for a state.
         pick: returns the choice for an interval of a line.

@@ -40,7 +40,6 @@ def add_memory(
     """Add constraints that bound the peak of every forward and backward by ``budget``.
 
     Args:
-        model: the model to add to.
         chain, costs: the chain.
         every: variables of every run.
         persistent: whether schedules are memory-persistent, which never hold a storage twice.

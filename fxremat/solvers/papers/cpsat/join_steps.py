@@ -176,7 +176,6 @@ class JoinSteps:
         """Yield, for each boundary that stage ``i`` reads, variables of the ways it may be held.
 
         Args:
-            step: variables of the step.
             line: the line of the stage.
             i: number of the stage.
         """

@@ -58,7 +58,6 @@ def add_runs(
     """Add variables for every valid sequence of at most ``runs`` runs, and return them by run.
 
     Args:
-        model: the model to add to.
         options: number of ways to run ``F_all`` of each stage.
         runs: number of runs.
         persistent: whether only memory-persistent schedules are valid.

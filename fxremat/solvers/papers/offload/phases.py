@@ -114,7 +114,6 @@ def plan(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Offloa
     enough for some operation, however long it waits. ``O(L log L)``.
 
     Args:
-        line: the chain.
         amounts: bytes to offload of each activation.
         whole: whether a transfer frees or allocates all its memory at once, else byte by byte.
     """
@@ -224,9 +223,7 @@ def _reached(
     """Return at how many seconds ``transfers`` have moved ``nbytes``.
 
     Args:
-        transfers: the transfers, in order.
         moved: for each transfer the bytes moved by it and all before it.
-        nbytes: the number of bytes.
         whole: whether a transfer counts only when it is done.
     """
     if nbytes <= 0:

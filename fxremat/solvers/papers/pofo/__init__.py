@@ -246,7 +246,6 @@ def _search(
     """Search once, and add the plan to ``plans`` if it is the best so far.
 
     Args:
-        sweep: the chain.
         limits: the bounds, and the best time so far, which is lowered.
         plans: plans found so far.
         labels: maximum number of labels at a node.

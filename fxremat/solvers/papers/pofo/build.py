@@ -104,7 +104,6 @@ def _lags(
     """Return the arrays ``Fronts.sweep_lag``, ``Sweep.out_lag`` and ``Sweep.rest``.
 
     Args:
-        numbers: the chain.
         peaks: ``Sweep.peaks``.
         out_s, back_s: seconds to offload and to prefetch a byte.
     """

@@ -123,9 +123,7 @@ def _parts(
     The key is the index of a step after the loss point, and how many of its operations come first.
 
     Args:
-        plan: the plan.
         times: times of the phase after the loss point, from its end.
-        link: the link.
     """
     parts: dict[tuple[int, int], list[Prefetch]] = {}
     if link is None:

@@ -244,7 +244,6 @@ def explain(fronts: Fronts, s: int, t: int, m: int, k: int) -> tuple[int, int, i
     The front is computed again.
 
     Args:
-        fronts: the fronts.
         s, t, m: the interval and its slots.
         k: index of the entry.
 

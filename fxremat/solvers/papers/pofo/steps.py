@@ -124,8 +124,6 @@ def _first_sweep(
     The first is the last reader of an input that is moved.
 
     Args:
-        sweep: the chain.
-        decision: the decision.
         held: bytes held when it begins.
         moved_bytes: size of its input if that is moved, else 0.
     """
@@ -146,7 +144,6 @@ def _last(sweep: Sweep, way: int, held: int) -> Computation:
     """Return the step of the last stage after the loss point.
 
     Args:
-        sweep: the chain.
         way: 0 for its backward, 1 for a rebuild and its backward.
         held: bytes held when it begins.
     """
@@ -161,7 +158,6 @@ def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) ->
     """Return the steps of entry ``choice`` of the front of ``interval``.
 
     Args:
-        sweep: the chain.
         interval: its first and last stage.
         free: bytes that are free in addition to its first boundary.
         choice: index of the entry; -1 for the sequence of least memory.

@@ -178,8 +178,6 @@ def _put(
     """Add a label (a partial plan) to a node unless it is dominated; drop those it dominates.
 
     Args:
-        labels: labels of all nodes.
-        node: the node.
         label: ``held``, ``spent``, ``out``, ``back`` and ``bound`` of the label.
         came: ``parent`` and ``origin`` of the label.
         slack: seconds by which another label may be worse and still dominate this one.
@@ -277,10 +275,8 @@ def expand_ck(
     That is ``OC^{F_ck}`` of Beaumont, Eyraud-Dubois, Shilova (2021).
 
     Args:
-        sweep: the chain.
         labels: labels of all nodes; those of the cuts are added.
         limits: what they have to beat.
-        node: the node.
         cuts: first cut, end of the cuts, and stride. Threads with other cuts write other labels.
     """
     n = sweep.numbers
