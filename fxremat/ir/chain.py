@@ -25,8 +25,8 @@ class Stage:
 
     Attributes:
         name: name to display, such as ``"stage5"``.
-        saved: ids of the storages that this stage computes and its backward reads. It is part of
-            the saved set, and may overlap with the boundary after the stage.
+        saved: ids of the storages that this stage computes and its backward reads. With the
+            boundary after the stage, which they may overlap, they are the saved set.
         kind: number that is equal for stages with the same code, shapes, dtypes and strides.
     """
 
@@ -37,7 +37,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Stages ``0 … L-1`` and their ``L + 1`` boundaries.
+    """A network as stages ``0 … L-1`` in sequence, and the ``L + 1`` boundaries around them.
+
+    A boundary is the set of storages that cross a cut between two stages.
 
     A storage is in a contiguous run of boundaries. Pinned storages, parameters and model outputs
     are in none of them.
@@ -62,11 +64,15 @@ class Chain:
         return sum(self.storages[i].nbytes for i in set(ids))
 
     def saved_set(self, stage: int) -> frozenset[int]:
-        """Return what ``F_all`` of a stage adds to its input: ``ā`` with ``a^l``, without
-        ``a^{l-1}``.
+        """Return the ids of the storages that a forward adds to its input if it keeps everything.
+
+        They are ``saved`` of the stage and the boundary after it, without the boundary before it.
         """
         return self.added(stage, self.stages[stage].saved)
 
     def added(self, stage: int, kept: Iterable[int]) -> frozenset[int]:
-        """Return what ``F_all`` of a stage adds to its input if it keeps the storages ``kept``."""
+        """Return the ids of the storages that a forward adds to its input if it keeps ``kept``.
+
+        They are ``kept`` and the boundary after the stage, without the boundary before it.
+        """
         return frozenset({*kept, *self.boundaries[stage + 1]} - set(self.boundaries[stage]))

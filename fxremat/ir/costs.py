@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SaveOption:
-    """A choice of what ``F_all`` keeps of a stage; the stage's backward rebuilds the rest.
+    """A choice of the storages that a stage's forward keeps for its backward (``F_all``).
+
+    The backward rebuilds the rest of the saved set.
 
     Attributes:
         kept: ids of the storages kept. The boundary after the stage is kept too; the one before it
@@ -26,7 +28,10 @@ class SaveOption:
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Times and peaks of stage ``i``. Sizes of storages are in the ``Chain``.
+    """Seconds and peak bytes of one stage. Sizes of storages are in the ``Chain``.
+
+    ``F_none``, ``F_ck`` and ``F_all`` are the forwards of ``schedule.Keep``, ``B`` is the backward.
+    Symbols such as ``u_f`` are those of Beaumont et al. (2019), see ``solvers.rotor``.
 
     Attributes:
         forward_s: seconds of the whole forward, ``u_f``.
@@ -59,7 +64,7 @@ class StageCosts:
     options: tuple[SaveOption, ...] = ()
 
     def choices(self, saved: tuple[int, ...]) -> tuple[SaveOption, ...]:
-        """Return what ``F_all`` may keep: the whole saved set first, then each option.
+        """Return the choices of what a forward may keep: the whole saved set, then ``options``.
 
         Args:
             saved: ids of the storages of the whole saved set.
@@ -70,7 +75,7 @@ class StageCosts:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Costs of a chain.
+    """Seconds and bytes of the stages of a chain.
 
     Attributes:
         stages: costs of each stage.

@@ -33,17 +33,17 @@ class Join:
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """Return the storages, which all lines share."""
+        """Storages of the network, which all lines share."""
         return self.trunk.storages
 
     @property
     def lines(self) -> tuple[Chain, ...]:
-        """Return the branches, then the trunk."""
+        """Chains of the branches, then that of the trunk."""
         return (*self.branches, self.trunk)
 
     @property
     def first_stages(self) -> tuple[int, ...]:
-        """Return the number of each line's first stage, and finally the number of all stages."""
+        """Number of the first stage of each line, and last the number of stages of the join."""
         firsts = [0]
         for line in self.lines:
             firsts.append(firsts[-1] + len(line))
@@ -56,7 +56,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class JoinCosts:
-    """Costs of a join.
+    """Seconds and bytes of the stages of a join.
 
     While the trunk's backward runs, gradients take ``gradient_bytes`` of the trunk stage whose
     backward comes next. After that *every* branch holds the gradient at its position:
@@ -81,23 +81,23 @@ class JoinCosts:
 
     @property
     def lines(self) -> tuple[tuple[StageCosts, ...], ...]:
-        """Return the costs of the branches' stages, then of the trunk's."""
+        """Costs of the stages of each branch, then of the trunk."""
         return (*self.branches, self.trunk)
 
     @property
     def stages(self) -> tuple[StageCosts, ...]:
-        """Return the costs of all stages, in the join's numbering."""
+        """Costs of all stages, in the join's numbering."""
         return tuple(stage for line in self.lines for stage in line)
 
     @property
     def left_bytes(self) -> tuple[int, ...]:
-        """Return ``done_bytes`` with an entry for each branch, even where it is empty."""
+        """Bytes that each branch's backward leaves until the step ends, also if all are 0."""
         return self.done_bytes or (0,) * len(self.branches)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinProblem:
-    """Find the fastest schedule of ``join`` within ``budget_bytes``.
+    """The problem of finding the fastest schedule of ``join`` within ``budget_bytes``.
 
     Attributes:
         join: the network.

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bandwidths of transfers. A transfer of ``n`` bytes takes ``n / bandwidth`` seconds.
+    """Bandwidths of the link to host memory. ``n`` bytes take ``n / bandwidth`` seconds.
 
     Attributes:
         offload_bytes_per_s: bandwidth from device to host (D2H), ``β`` of the papers.
         prefetch_bytes_per_s: bandwidth from host to device (H2D).
         shared: whether the link carries one transfer at a time, in either direction (assumption (A)
-            of Beaumont et al. 2019); else it carries one in each direction.
+            of Beaumont, Eyraud-Dubois, Shilova, 2019); else it carries one in each direction.
     """
 
     offload_bytes_per_s: float
@@ -23,7 +23,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """Measured bandwidths of a link, and what transfers cost the computing thread.
+    """Measured bandwidths of the link to host memory, and what transfers cost the computing thread.
 
     Attributes:
         offload_bytes_per_s: bandwidth from device to host memory while nothing moves the other way.
@@ -35,7 +35,7 @@ class MeasuredLink:
         offload_call_s: seconds that the calls that start an offload and wait for it take of the
             computing thread, however few bytes are moved. 0 on CUDA, where the host has time to
             spare.
-        prefetch_call_s: the same for a prefetch.
+        prefetch_call_s: seconds that the calls that start a prefetch and wait for it take.
     """
 
     offload_bytes_per_s: float
@@ -47,7 +47,7 @@ class MeasuredLink:
     prefetch_call_s: float = 0.0
 
     def link(self) -> Link:
-        """Return the link that solvers plan with, which has the bandwidths of single directions.
+        """Return the link that solvers plan with: bandwidths of single directions, and ``shared``.
 
         A step offloads in its forward and prefetches in its backward, so the two directions overlap
         only near the loss point.

@@ -13,7 +13,7 @@ from fxremat.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Find the fastest schedule of ``chain`` within ``budget_bytes``.
+    """The problem of finding the fastest schedule of ``chain`` within ``budget_bytes``.
 
     Attributes:
         chain: the network.
@@ -43,7 +43,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A schedule and its time in the model that it was planned with."""
+    """A schedule, and the seconds of its step (``makespan_s``) in the model it was planned with."""
 
     schedule: Schedule
     makespan_s: float
@@ -51,7 +51,7 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """No schedule of the solver's kind fits; the least budget that suffices is
+    """No schedule that the solver considers fits; the least budget that suffices is
     ``least_budget_bytes``.
     """
 
@@ -60,11 +60,11 @@ class Infeasible:
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """The time limit was reached.
+    """The solver reached its time limit before it proved a schedule optimal.
 
     Attributes:
         incumbent: the best schedule so far; ``None`` if there is none.
-        bound_s: lower bound in seconds on the time of any schedule of the solver's kind.
+        bound_s: lower bound in seconds on the time of any schedule that the solver considers.
     """
 
     incumbent: Solved | None
@@ -75,7 +75,7 @@ Solution = Solved | Infeasible | TimedOut
 
 
 def check_chain(chain: Chain, *, name: str = "chain") -> None:
-    """Raise ``ValueError`` for the first malformed entry of a chain that messages call ``name``."""
+    """Raise ``ValueError`` for the first malformed entry of ``chain``, called ``name`` there."""
     count = len(chain.stages)
     if count == 0:
         raise ValueError(f"{name}.stages is empty")
@@ -104,7 +104,12 @@ def check_chain(chain: Chain, *, name: str = "chain") -> None:
 
 
 def check_stage_costs(chain: Chain, stages: tuple[StageCosts, ...], *, name: str) -> None:
-    """Raise ``ValueError`` for the first malformed entry of costs that messages call ``name``."""
+    """Raise ``ValueError`` for the first malformed entry of ``stages``, the costs of ``chain``.
+
+    Args:
+        stages: costs of each of its stages.
+        name: what messages call ``stages``.
+    """
     if len(stages) != len(chain.stages):
         raise ValueError(f"{name} has {len(stages)} entries, expected {len(chain.stages)}")
     for i, stage in enumerate(stages):

@@ -39,12 +39,15 @@ class Form:
 
     @property
     def has_parts(self) -> bool:
-        """Return whether any value is computed in parts."""
+        """Whether any value is computed in parts."""
         return self.parts_bytes > 0 or bool(self.peak)
 
     @property
     def keeps_bits(self) -> bool:
-        """Return whether parts must keep bits, which has to be checked at each size."""
+        """Whether values are computed in parts that must have the same bits as in the trace.
+
+        Whether an operation in parts keeps its bits has to be checked at each size.
+        """
         return self.exact and self.has_parts
 
 
@@ -101,7 +104,10 @@ class RecordedCosts:
 
     @staticmethod
     def slowest(costs: Sequence[RecordedCosts]) -> RecordedCosts:
-        """Return the maximum of each measurement of one graph in several processes."""
+        """Return the maxima of the measurements that several processes made of the same graph.
+
+        ``displaced`` is the union; ``link`` and ``asked`` are those of the first.
+        """
         first = costs[0]
         again_s: dict[int, float] = {}
         workspace_bytes: dict[tuple[int, str], int] = {}

@@ -112,7 +112,12 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Start copying ``what`` back to device memory (H2D lane); see ``Offload``."""
+    """Start copying ``what`` back to device memory (H2D lane).
+
+    Attributes:
+        what: the activations.
+        nbytes: number of further bytes to copy; ``None``: all that is left.
+    """
 
     what: Activations
     nbytes: float | None = None
@@ -148,7 +153,7 @@ class Schedule:
 
     @property
     def computations(self) -> tuple[Compute, ...]:
-        """Return the forwards and backwards in order, without transfers."""
+        """The forwards and backwards in order, without transfers."""
         return tuple(op for op in self.ops if isinstance(op, Compute))
 
     def __len__(self) -> int:
@@ -165,8 +170,9 @@ class Schedule:
 class Move:
     """A storage that is in host memory for part of the step.
 
-    Places are indices of calls, and denote the instant before that call. The place at the loss
-    point lies in the forward for ``offload`` and ``release``, in the backward for the others.
+    A call is one forward or backward of a stage. Places are indices of calls in the order of the
+    step, and denote the instant before that call. The place at the loss point lies in the forward
+    for ``offload`` and ``release``, in the backward for the others.
 
     Attributes:
         storage: the storage.
@@ -193,7 +199,7 @@ Tensors = tuple[tuple[int, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is decided for a step in addition to its schedule.
+    """What a planner decides for a step in addition to the order of its computations.
 
     Attributes:
         missing: stages that do not keep everything, and the tensors that their backwards rebuild.
@@ -221,12 +227,12 @@ _KEEP_OF_KIND = {code: keep for keep, code in _KIND_OF_KEEP.items()}
 
 
 def coded(schedule: Schedule) -> Codes:
-    """Pack the computations of a schedule into integers."""
+    """Return the forwards and backwards of a schedule in order, each as an integer (``Codes``)."""
     return np.array([_code_of(op) for op in schedule.computations], dtype=np.int64)
 
 
 def decoded(codes: Codes) -> Schedule:
-    """Unpack the schedule that ``codes`` represent."""
+    """Return the schedule of the computations in ``codes``, the inverse of ``coded``."""
     return Schedule(tuple(map(_op_of, codes.tolist())))
 
 

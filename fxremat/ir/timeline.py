@@ -45,7 +45,7 @@ class Idle:
 
     @property
     def total_s(self) -> float:
-        """Return the seconds of all causes together."""
+        """Idle seconds of all causes together."""
         return self.memory_s + self.data_s + self.lane_s
 
 
@@ -69,7 +69,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One operation of a replay.
+    """One operation of a replayed schedule, with its times and the memory it holds.
 
     Attributes:
         op: the operation.
@@ -92,22 +92,22 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The replay of a whole schedule."""
+    """The operations of a replayed schedule, with their times and the memory they hold."""
 
     events: tuple[Event, ...]
 
     @property
     def makespan_s(self) -> float:
-        """Return the seconds from the start of the step to the last end of an operation."""
+        """Seconds from the start of the step to the last end of an operation."""
         return max((e.end_s for e in self.events), default=0.0)
 
     @property
     def peak_bytes(self) -> int:
-        """Return the maximum memory held at any instant in bytes, including ``fixed_bytes``."""
+        """Maximum memory held at any instant in bytes, including ``fixed_bytes``."""
         return max((e.peak_bytes for e in self.events), default=0)
 
     def actions(self, moves: Sequence[Move]) -> Schedule:
-        """Return the operations of the compute lane with transfers where they are issued.
+        """Return a schedule of the computations and of the transfers of ``moves`` where they begin.
 
         Args:
             moves: storages that are offloaded in this step.
@@ -135,7 +135,7 @@ class Timeline:
 
     @property
     def idle(self) -> Idle:
-        """Return what the compute lane waits for between its first and its last operation."""
+        """Idle seconds of the compute lane by cause, from its first to its last operation."""
         waits = [e.idle for e in self.events]
         return Idle(
             sum(w.memory_s for w in waits),

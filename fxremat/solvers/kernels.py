@@ -36,7 +36,9 @@ in_slots = njit(inline="always")(slots_up)
 
 
 class Table(NamedTuple):
-    """All ``C(s, t, m)``, with ``m`` in slots of ``quantum`` bytes.
+    """Least seconds ``C(s, t, m)`` of all intervals ``s … t`` of a chain (see ``rotor``).
+
+    ``m`` is the number of free slots of ``quantum`` bytes.
 
     Attributes:
         numbers: the chain.
@@ -54,9 +56,9 @@ class Table(NamedTuple):
 
 
 def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
-    """Return the table of a chain, with ``slots`` slots of ``quantum`` bytes. ``O(L³ slots)``.
+    """Return the table of a chain, computed for up to ``slots`` free slots of ``quantum`` bytes.
 
-    It is computed by as many threads as ``thread_count`` returns.
+    ``O(L³ slots)``, by as many threads as ``thread_count`` returns.
     """
     count = numbers.gradient.size
     rows = count * (count + 1) // 2
@@ -71,7 +73,7 @@ def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
 
 
 def last_filled(table: Table, numbers: Numbers) -> Table:
-    """Return a copy whose intervals that end with the last stage use the sizes of ``numbers``."""
+    """Return a copy of ``table`` with intervals up to the last stage refilled by ``numbers``."""
     copy = table._replace(numbers=numbers, values=table.values.copy(), first=table.first.copy())
     count, end = numbers.gradient.size, table.values.shape[1]
     for s in range(count - 2, -1, -1):
@@ -86,26 +88,41 @@ def last_filled(table: Table, numbers: Numbers) -> Table:
 
 @njit(inline="always")
 def row_of(s: int, t: int, count: int) -> int:
-    """Return the row of interval ``(s, t)`` in a table of ``count`` stages."""
+    """Return the index of the row of stages ``s … t`` in a table of a chain of ``count`` stages."""
     return s * count - s * (s - 1) // 2 + t - s
 
 
 @njit(inline="always")
 def all_bytes(n: Numbers, s: int, t: int, option: int) -> int:
-    """Return ``m_all``, the memory of ``F_all s`` and ``B s`` before and after ``(s + 1, t)``."""
+    """Return the peak bytes of stage ``s`` if its forward keeps a saved set until its backward.
+
+    They are in addition to boundary ``s``, for the forward and the backward, which enclose stages
+    ``s + 1 … t``. ``m_all`` of Beaumont et al. (2019).
+
+    Args:
+        s, t: first and last stage.
+        option: what the forward keeps, 0 for the whole saved set, else a save option.
+    """
     nbytes: int = max(n.gradient[t] + n.keep[s, option], n.back[s, option])
     return nbytes
 
 
 @njit(inline="always")
 def ck_bytes(n: Numbers, s: int, cut: int, t: int) -> int:
-    """Return ``m_none``, the memory of the forwards ``F_ck s, F_none s + 1 … cut - 1``."""
+    """Return the peak bytes of forwards of stages ``s … cut - 1`` that keep only boundary ``s``.
+
+    They are in addition to boundary ``s``, and include the gradient after stage ``t``. ``m_none``
+    of Beaumont et al. (2019).
+    """
     nbytes: int = n.gradient[t] + n.sweep[s, cut]
     return nbytes
 
 
 def added_bytes(n: Numbers, s: int, choice: int) -> int:
-    """Return the bytes that a choice adds to boundary ``s`` while its interval runs on."""
+    """Return the bytes that a choice for stage ``s`` keeps beyond boundary ``s`` for later stages.
+
+    ``choice`` is a cut after ``s``, or stands for ``F_all s`` with a save option; see the module.
+    """
     if choice > s:
         return int(n.step[s, choice])
     return int(n.saved[s, 0 if choice == s else -1 - choice])
@@ -113,13 +130,19 @@ def added_bytes(n: Numbers, s: int, choice: int) -> int:
 
 @njit(inline="always")
 def leaf_ways(n: Numbers, s: int) -> int:
-    """Return the number of ways to run the interval ``(s, s)``."""
+    """Return the number of ways to run stage ``s`` forward and backward without others between."""
     return 2 if s < n.gradient.size - 1 else 1 + n.backward_s.shape[1]
 
 
 @njit(inline="always")
 def leaf_way(n: Numbers, s: int, way: int) -> tuple[int, int, float]:
-    """Return a way to run the interval ``(s, s)``: its choice, bytes and seconds."""
+    """Return a way to run stage ``s`` forward and backward without others between.
+
+    ``way`` is below ``leaf_ways``.
+
+    Returns:
+        The choice as numbered in the module, its bytes in addition to boundary ``s``, its seconds.
+    """
     if way < 2:
         return s + way, n.leaf_bytes[s, way], n.leaf_s[s, way]
     takes = n.prefix_s[s + 1] - n.prefix_s[s] + n.backward_s[s, way - 1]
@@ -128,7 +151,10 @@ def leaf_way(n: Numbers, s: int, way: int) -> tuple[int, int, float]:
 
 @njit(inline="always")
 def _fill_leaf(table: Table, s: int) -> None:
-    """Fill row ``(s, s)`` by Eq. (1)."""
+    """Fill the row of the single stage ``s`` with its seconds for every number of free slots.
+
+    By Equation (1) of Beaumont et al. (2019).
+    """
     n = table.numbers
     row = row_of(s, s, n.gradient.size)
     values = table.values[row]
@@ -146,7 +172,11 @@ def _fill_leaf(table: Table, s: int) -> None:
 
 @njit(cache=True, nogil=True)
 def _try_all(table: Table, s: int, t: int, begin: int) -> int:
-    """Lower row ``(s, t)`` to ``C_all``, and return its first finite entry, ``begin`` so far."""
+    """Lower the entries of stages ``s … t`` to choices in which stage ``s`` keeps its saved set.
+
+    Returns:
+        The index of the row's first finite entry, which was ``begin`` before.
+    """
     n, values = table.numbers, table.values
     row, inner = row_of(s, t, n.gradient.size), row_of(s + 1, t, n.gradient.size)
     for k in range(n.backward_s.shape[1]):
@@ -164,9 +194,10 @@ def _try_all(table: Table, s: int, t: int, begin: int) -> int:
 
 @njit(inline="always")
 def _lower_block(out: Floats, late: Floats, early: Floats, begin: int) -> None:
-    """Lower ``BLOCK`` entries to the sum of two rows, unless none of them can be lower.
+    """Lower ``BLOCK`` entries of ``out`` from ``begin`` on to ``late + early`` where that is less.
 
-    Rows never increase, so the least sum is the last one, and the greatest entry the first.
+    Rows never increase, so the least sum is the last one, and the greatest entry the first. The
+    block is skipped if that sum is not less than that entry.
     """
     last = begin + BLOCK - 1
     if late[last] + early[last] < out[begin]:
@@ -178,7 +209,12 @@ def _lower_block(out: Floats, late: Floats, early: Floats, begin: int) -> None:
 
 @njit(inline="always")
 def lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
-    """Lower ``out`` to the sum of two rows, which is nowhere below ``bound``."""
+    """Lower entries of ``out`` to ``late + early`` where that is less.
+
+    Args:
+        out, late, early: rows of equal length that never increase.
+        bound: lower bound of all sums; entries that are no greater are skipped.
+    """
     size = out.size
     blocks = size // BLOCK
     if not blocks:
@@ -197,7 +233,13 @@ def lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
 
 @njit(cache=True, nogil=True)
 def _try_cuts(table: Table, s: int, t: int, from_cut: int, to_cut: int, begin: int) -> int:
-    """Lower row ``(s, t)`` to ``C_ck`` of a half-open range of cuts, and return as ``_try_all``."""
+    """Lower the entries of stages ``s … t`` to choices that keep boundary ``s`` and run to a cut.
+
+    The cuts are ``from_cut … to_cut - 1``.
+
+    Returns:
+        The index of the row's first finite entry, which was ``begin`` before.
+    """
     n, values, first = table.numbers, table.values, table.first
     count = n.gradient.size
     out = values[row_of(s, t, count)]
@@ -223,7 +265,7 @@ def _try_cuts(table: Table, s: int, t: int, from_cut: int, to_cut: int, begin: i
 
 @njit(cache=True, nogil=True)
 def _fill_tile(table: Table, s0: int, t0: int) -> None:
-    """Fill rows ``(s, t)`` with ``s`` in the tile at ``s0`` and ``t`` in the tile at ``t0``.
+    """Fill the rows of intervals with first stage in the tile at ``s0`` and last in that at ``t0``.
 
     Cuts in tiles strictly between come first, one tile of cuts at a time: all rows of this tile
     then read the same rows from the cache. Cuts in the two tiles at the ends read rows of this tile
@@ -259,7 +301,9 @@ def _fill_tile(table: Table, s0: int, t0: int) -> None:
 
 
 def _fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
-    """Fill the tiles ``begin, begin + stride, …`` of one diagonal of tiles by Eq. (2).
+    """Fill tiles ``begin, begin + stride, …`` of the diagonal of tiles at ``distance``.
+
+    By Equation (2) of Beaumont et al. (2019), see ``rotor``.
 
     Requires:
         All diagonals of smaller ``distance`` are filled.
@@ -271,7 +315,10 @@ def _fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
 
 @njit(cache=True, nogil=True)
 def choose(table: Table, s: int, t: int, m: int) -> int:
-    """Return the choice that gives entry ``m`` of row ``(s, t)``, by computing its sums again."""
+    """Return the choice that takes as long as entry ``m`` of stages ``s … t`` says.
+
+    The sums are computed again. Choices are numbered as in the module; ``NO_CHOICE`` is none.
+    """
     n, values, quantum = table.numbers, table.values, table.quantum
     count = n.gradient.size
     want = values[row_of(s, t, count), m]
@@ -302,7 +349,7 @@ def choose(table: Table, s: int, t: int, m: int) -> int:
 
 @njit(cache=True, nogil=True)
 def read_out(table: Table, outer: Table, slots: int) -> Ints:
-    """Read the schedule of the whole chain from its table: Algorithm 2.
+    """Return the fastest schedule of the whole chain by Algorithm 2 of Beaumont et al. (2019).
 
     Args:
         table: the table of all intervals.

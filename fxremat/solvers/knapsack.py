@@ -28,7 +28,7 @@ N = TypeVar("N", int, npt.NDArray[np.int64])
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One plan of a region.
+    """Bytes and seconds of one plan of a region (a captured piece of the step).
 
     Attributes:
         held_bytes: bytes that its forward leaves for its backward, including outputs.
@@ -64,7 +64,7 @@ class Call:
     before_bytes: int
 
     def peak_bytes(self, choice: Choice, held_bytes: N) -> N:
-        """Return the most bytes from its forward to the next, and from its backward to the next.
+        """Return the peak in bytes from the call's forward to the next call, and from its backward.
 
         Args:
             choice: one of the call's choices.
@@ -80,7 +80,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice for each call.
+    """A choice for each call, and what they take together.
 
     Attributes:
         chosen: index of each choice.
@@ -102,13 +102,13 @@ def solve(
     most_states: int,
     host_bytes: int | None = None,
 ) -> Solution | None:
-    """Find the fastest choices within a budget; ``None`` if none fit.
+    """Return the fastest choices whose peak is within a budget; ``None`` if none fit.
 
     Args:
         calls: calls of the step.
         budget_bytes: largest peak of the step.
-        most_states: maximum number of pairs after a call, at least 3. If there are more, some are
-            dropped, evenly over the bytes.
+        most_states: maximum number of pairs (bytes held, cost) kept after a call, at least 3. If
+            there are more, some are dropped, evenly over the bytes.
         host_bytes: largest amount of host memory; ``None``: unlimited. If it is the binding limit,
             the result is the best one that some price per byte of host memory leads to.
     """
@@ -135,9 +135,11 @@ def solve(
 
 
 def least(calls: Sequence[Call], *, most_states: int, host_bytes: int | None = None) -> Solution:
-    """Find the choices of the least peak, with at most ``host_bytes`` of host memory.
+    """Return the choices of the least peak that take at most ``host_bytes`` of host memory.
 
-    ``most_states`` is that of :func:`solve`.
+    Args:
+        most_states: maximum number of states after a call, as in ``solve``.
+        host_bytes: largest amount of host memory; ``None``: unlimited.
     """
 
     def cost(call: Call, choice: Choice, held_bytes: _Bytes, so_far: _Costs) -> _Costs:
@@ -159,14 +161,17 @@ def least(calls: Sequence[Call], *, most_states: int, host_bytes: int | None = N
 
 
 def peak_bytes(calls: Sequence[Call], chosen: Sequence[int]) -> int:
-    """Return the peak of a step with a choice for each call."""
+    """Return the peak in bytes of a step in which call ``k`` has its choice ``chosen[k]``."""
     return _solution(calls, chosen).peak_bytes
 
 
 def rooms(calls: Sequence[Call], chosen: Sequence[int]) -> list[int]:
-    """Return for each call the most further bytes between its forward and its backward.
+    """Return for each call the most further bytes from its forward's end to its backward's begin.
 
     They exist in addition to what this and earlier regions hold when its forward ends.
+
+    Args:
+        chosen: index of the choice of each call.
     """
     held = [call.choices[i].held_bytes for call, i in zip(calls, chosen, strict=True)]
     rooms_bytes, most_bytes = [0] * len(calls), calls[-1].after_bytes
@@ -183,7 +188,7 @@ def _cheapest(
     most_states: int,
     cost_of: Callable[[Choice], float],
 ) -> Solution | None:
-    """Find the choices within a budget with the least sum of costs; ``None`` if there are none."""
+    """Return the choices within a budget of the least sum of ``cost_of``; ``None`` if none fit."""
 
     def cost(call: Call, choice: Choice, held_bytes: _Bytes, so_far: _Costs) -> _Costs:
         fits = call.peak_bytes(choice, held_bytes) <= budget_bytes
@@ -193,7 +198,7 @@ def _cheapest(
 
 
 def _priced(price_s: float) -> Callable[[Choice], float]:
-    """Return the cost that charges each byte of host memory ``price_s`` seconds."""
+    """Return a function that gives a choice's seconds plus ``price_s`` per byte of host memory."""
     return lambda choice: choice.seconds + price_s * choice.host_bytes
 
 
@@ -229,7 +234,7 @@ def _minimized(calls: Sequence[Call], most_states: int, cost: _Cost) -> Solution
 
 
 def _kept(held_bytes: _Bytes, costs: _Costs, most_states: int) -> _Indices:
-    """Return the states that no other beats in both, by ascending bytes.
+    """Return the indices of pairs that no other beats in both bytes and cost, by ascending bytes.
 
     If there are more than ``most_states``, return the first, the last, and others evenly over the
     bytes.

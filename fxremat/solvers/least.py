@@ -1,7 +1,7 @@
 """Least memory of every interval of a chain in bytes, for budgets that slots are too coarse for.
 
-These are Eq. (1) and (2) of ``rotor`` with the maximum of the parts' memory in place of the sum of
-times, compiled by numba. Choices are numbers as in ``kernels``.
+These are Equations (1) and (2) of ``rotor`` with the maximum of the parts' memory in place of the
+sum of times, compiled by numba. Choices are numbers as in ``kernels``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MOST = np.iinfo(np.int64).max
 
 
 class Least(NamedTuple):
-    """Least memory of every interval.
+    """Least memory of every interval ``(s, t)`` of a chain.
 
     Attributes:
         numbers: the chain.
         memory: ``(L, L)``, bytes in addition to boundary ``s``.
-        seconds: ``(L, L)``, time of a schedule that needs no more.
-        choice: ``(L, L)``, the choice of that schedule.
+        seconds: ``(L, L)``, time of a schedule that needs no more memory.
+        choice: ``(L, L)``, the first choice of that schedule, numbered as in ``kernels``.
     """
 
     numbers: Numbers
@@ -37,7 +37,7 @@ class Least(NamedTuple):
 
     @staticmethod
     def of(numbers: Numbers) -> Least:
-        """Compute the least memory of all intervals in ``O(L³)``."""
+        """Return the least memory of all intervals of a chain. ``O(L³)``."""
         shape = numbers.gradient.size, numbers.gradient.size
         memory, choice = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         least = Least(numbers, memory, np.zeros(shape), choice)
@@ -46,16 +46,19 @@ class Least(NamedTuple):
 
     @property
     def root_bytes(self) -> int:
-        """Return the least memory of the whole chain."""
+        """Least memory of the whole chain in bytes, in addition to boundary 0."""
         return int(self.memory[0, -1])
 
 
 @njit(inline="always")
 def is_better(needs: int, takes: float, limit: int, best_s: float, tightens: bool) -> bool:
-    """Return whether a choice is better than the best so far, which takes ``best_s`` seconds.
+    """Return whether ``needs`` bytes and ``takes`` seconds are better than the best so far.
 
-    The choice may need ``limit`` bytes. If ``tightens``, less memory is better than less time, and
-    ``limit`` are the bytes of the best so far.
+    Args:
+        needs, takes: bytes and seconds of the choice; infinite seconds are never better.
+        limit: bytes that it may need; if ``tightens``, the bytes of the best so far.
+        best_s: seconds of the best so far.
+        tightens: whether less memory is better than less time.
     """
     if takes == np.inf:
         return False
@@ -64,10 +67,13 @@ def is_better(needs: int, takes: float, limit: int, best_s: float, tightens: boo
 
 @njit(cache=True, nogil=True)
 def choose_least(least: Least, s: int, t: int, available: int) -> tuple[int, int, float]:
-    """Choose the fastest way to run an interval within ``available`` bytes.
+    """Choose the fastest way to run interval ``(s, t)`` within ``available`` bytes.
 
-    For ``ANY_BYTES``, choose a way of least memory, and of these the fastest. Returns the choice,
-    its bytes and its seconds.
+    For ``ANY_BYTES``, choose a way of least memory, and of these the fastest.
+
+    Returns:
+        The choice as numbered in ``kernels``, ``NO_CHOICE`` if none fits; its bytes in addition to
+        boundary ``s``; and its seconds.
     """
     n, memory, seconds = least.numbers, least.memory, least.seconds
     tightens = available == ANY_BYTES

@@ -34,7 +34,7 @@ JOIN_SOLVERS = ("join", "equiv_chain", "cpsat_join")
 
 
 def solver(name: str) -> Callable[..., Solution]:
-    """Return the solver with a name, a function of a problem and keyword options.
+    """Return the solver called ``name``, a function of a problem and keyword options.
 
     Raises:
         ArgumentError: there is no such solver.

@@ -26,7 +26,7 @@ class Numbers(NamedTuple):
 
     Attributes:
         prefix_s: ``(L + 1,)``, seconds of the forwards ``0 … i - 1``.
-        gradient: ``(L,)``, ``δ`` while the backward of stage ``i`` comes next.
+        gradient: ``(L,)``, gradients held while the backward of stage ``i`` comes next.
         backward_s: ``(L, 1 + O)``, seconds of ``B i``.
         saved: ``(L, 1 + O)``, what ``F_all i`` adds to its input.
         keep: ``(L, 1 + O)``, peak of ``F_all i`` beyond its input and the gradient.
@@ -52,7 +52,7 @@ class Numbers(NamedTuple):
 
 
 def numbers_of(chain: Chain, costs: Costs) -> Numbers:
-    """Return the arrays of a valid chain.
+    """Return a valid chain and its costs as arrays.
 
     Raises:
         ValueError: the sizes are too large to add up.
@@ -91,7 +91,7 @@ def numbers_of(chain: Chain, costs: Costs) -> Numbers:
 
 
 def _by_option(chain: Chain, stages: Sequence[StageCosts]) -> tuple[Floats, Ints]:
-    """Return ``backward_s`` of ``Numbers``, and its ``saved``, ``keep`` and ``back``."""
+    """Return ``backward_s`` of ``Numbers``; and ``saved``, ``keep`` and ``back`` as one array."""
     width = 1 + max(len(stage.options) for stage in stages)
     seconds = np.full((len(stages), width), np.inf)
     sizes = np.zeros((3, len(stages), width), dtype=np.int64)
@@ -115,14 +115,14 @@ def unit_bytes(numbers: Numbers) -> int:
 
 
 def without_saved_sets(numbers: Numbers) -> Numbers:
-    """Return the same chain, in which no saved set can be held while another stage runs."""
+    """Return arrays of the same chain in which no saved set fits while another stage runs."""
     never = np.full((numbers.gradient.size, 1), 2 * MOST_BYTES)
     backward_s = np.ascontiguousarray(numbers.backward_s[:, :1])
     return numbers._replace(backward_s=backward_s, saved=never, keep=never, back=never)
 
 
 def most_bytes(stages: Sequence[StageCosts]) -> int:
-    """Return an upper bound on what any of ``stages`` needs in addition to storages."""
+    """Return an upper bound on the bytes that a stage needs in addition to storages."""
     return max(
         2 * stage.gradient_bytes
         + stage.forward_extra_bytes
@@ -134,13 +134,16 @@ def most_bytes(stages: Sequence[StageCosts]) -> int:
 
 
 def check_total(nbytes: int, *, most: int = MOST_BYTES) -> None:
-    """Raise ``ValueError`` if sums of sizes would not fit into the loops' integers."""
+    """Raise ``ValueError`` if ``nbytes``, the sum of all sizes, is more than ``most``.
+
+    Larger sums might overflow the integers of compiled loops.
+    """
     if nbytes > most:
         raise ValueError(f"the sizes add up to {nbytes} bytes, more than {most}")
 
 
 def _steps(chain: Chain) -> Ints:
-    """Return ``step`` of ``Numbers``.
+    """Return ``step`` of ``Numbers``: the bytes that boundary ``s'`` adds to boundary ``s``.
 
     A storage of boundary ``s'`` is not in boundary ``s < s'`` exactly if its run begins after
     ``s``.
@@ -156,9 +159,10 @@ def _steps(chain: Chain) -> Ints:
 
 
 def forward_peaks(step: Ints, stages: Sequence[StageCosts]) -> Ints:
-    """Return the peaks of forwards ``k`` beyond boundary ``s <= k`` without gradients, ``(L, L)``.
+    """Return an ``(L, L)`` array of the peak of each forward ``k`` beyond each boundary ``s <= k``.
 
-    A forward holds boundaries ``k`` and ``k + 1``, and its extra bytes.
+    It is in bytes without gradients. A forward holds boundaries ``k`` and ``k + 1``, and its extra
+    bytes.
     """
     peaks = np.diagonal(step, 1) + [stage.forward_extra_bytes for stage in stages]
     return np.triu(peaks + step[:, :-1])

@@ -45,17 +45,17 @@ def quantum_bytes(available_bytes: int, *, slots: int) -> int:
 
 
 def slots_up(nbytes: int, quantum: int) -> int:
-    """Return the slots that a size takes, rounded up."""
+    """Return the number of slots of ``quantum`` bytes that ``nbytes`` take, rounded up."""
     return -(-nbytes // quantum)
 
 
 def slots_down(nbytes: int, quantum: int) -> int:
-    """Return the slots that a budget has, rounded down."""
+    """Return the number of slots of ``quantum`` bytes that ``nbytes`` suffice for, rounded down."""
     return nbytes // quantum
 
 
 class BudgetTable(ABC):
-    """A table of the least time for every number of free slots.
+    """A table of the least time of a step for every number of free slots of memory.
 
     Attributes:
         max_budget_bytes: the greatest budget that the table covers.
@@ -70,12 +70,12 @@ class BudgetTable(ABC):
     @property
     @abstractmethod
     def base_bytes(self) -> int:
-        """Return the bytes held under any schedule."""
+        """Bytes held under any schedule."""
 
     @property
     @abstractmethod
     def root(self) -> Floats:
-        """Return the least seconds for every number of free slots, ``(slots + 1,)``.
+        """Least seconds of a step for every number of free slots, ``(slots + 1,)``.
 
         ``base_bytes`` are not counted among the free slots.
         """
@@ -100,7 +100,7 @@ class BudgetTable(ABC):
         return tuple(self.base_bytes + m * self.quantum_bytes for m in starts)
 
     def slots_of(self, budget_bytes: int) -> int:
-        """Return the slots that a budget leaves free, negative if it leaves none.
+        """Return the number of slots that a budget leaves free, negative if it is too small.
 
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.
@@ -119,9 +119,13 @@ _Table = TypeVar("_Table", bound=BudgetTable)
 def fitting(
     build: Callable[[int], _Table], budget_bytes: int, *, slots: int, most_slots: int
 ) -> _Table:
-    """Build tables with one, two, four and eight times ``slots``, until one fits the budget.
+    """Return a table that fits the budget, with one, two, four or eight times ``slots`` slots.
 
-    There are never more than ``most_slots``. With slots of one byte, more would not help.
+    Args:
+        build: returns the table with a number of slots.
+        budget_bytes: the budget.
+        slots: number of slots to begin with.
+        most_slots: maximum number of slots. With slots of one byte, more would not help.
 
     Returns:
         The first table that fits, or the last one built.

@@ -73,8 +73,9 @@ _LARGEST_TABLE_BYTES = 1 << 29
 def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> Solution:
     """Find the fastest memory-persistent schedule within the budget.
 
-    The module defines the term. Beaumont et al. 2019, Theorem 1. ``O(L³ slots)`` time, ``O(L²
-    slots)`` memory.
+    In such a schedule whatever is checkpointed stays in memory until the backward of its stage;
+    the module has the full definition. Theorem 1 of Beaumont et al. (2019). ``O(L³ slots)`` time,
+    ``O(L² slots)`` memory.
 
     Args:
         problem: the chain, its costs and the budget.
@@ -120,7 +121,7 @@ def solve(problem: Problem, *, slots: int = 500, tapes_late: bool = False) -> So
 
 
 def least_budget(chain: Chain, costs: Costs) -> tuple[int, Schedule]:
-    """Return the exact least budget of any memory-persistent schedule, and one with that budget.
+    """Return the least budget in bytes of any memory-persistent schedule, and a schedule within it.
 
     Of choices with equal memory the recurrence takes the faster one. ``O(L³)``.
 
@@ -135,7 +136,10 @@ def least_budget(chain: Chain, costs: Costs) -> tuple[int, Schedule]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotorTable(BudgetTable):
-    """Every ``C(s, t, m)`` of a chain, for budgets of up to ``slots`` slots."""
+    """Fastest memory-persistent schedules of a chain for all budgets up to a maximum.
+
+    The table has every ``C(s, t, m)`` of the module, for up to ``slots`` free slots.
+    """
 
     chain: Chain
     costs: Costs
@@ -155,7 +159,7 @@ class RotorTable(BudgetTable):
         slots: int = 500,
         tapes_late: bool = False,
     ) -> RotorTable:
-        """Fill the table in ``O(L³ slots)``, with as many threads as ``thread_count`` returns.
+        """Return the filled table. ``O(L³ slots)``, by as many threads as ``thread_count`` returns.
 
         It has fewer slots than requested where all sizes are multiples of a larger one.
 
@@ -207,16 +211,16 @@ class RotorTable(BudgetTable):
 
     @property
     def base_bytes(self) -> int:
-        """Return the bytes held under any schedule: ``fixed_bytes`` and boundary 0."""
+        """Bytes held under any schedule: ``fixed_bytes`` and boundary 0."""
         return base_bytes(self.chain, self.costs)
 
     @property
     def least_budget_bytes(self) -> int:
-        """Return the exact least budget of any memory-persistent schedule."""
+        """Exact least budget in bytes of any memory-persistent schedule."""
         return self.base_bytes + self._least.root_bytes
 
     def schedule(self, budget_bytes: int) -> Solved | Infeasible:
-        """Return the fastest schedule for a budget in ``O(L²)``.
+        """Return the fastest schedule for a budget, or ``Infeasible`` if none fits. ``O(L²)``.
 
         A budget that suffices only without rounding gets a schedule derived from the least memory.
 
@@ -235,12 +239,14 @@ class RotorTable(BudgetTable):
 
     @property
     def root(self) -> Floats:
-        """Return the least seconds for every number of free slots, ``(slots + 1,)``."""
+        """Least seconds of a step for every number of free slots, ``(slots + 1,)``."""
         row: Floats = self._outer.values[len(self.chain) - 1]
         return row
 
     def codes(self, budget_bytes: int) -> Codes:
-        """Return ``schedule`` as codes of ``ir.schedule``, for a budget that the table ``fits``.
+        """Return the operations of ``schedule`` as integers (``ir.schedule.Codes``).
+
+        The table has to have a schedule for the budget, see ``fits``.
 
         Raises:
             ValueError: the budget is above ``max_budget_bytes``.
@@ -257,7 +263,10 @@ def _numbers(chain: Chain, costs: Costs, tapes_late: bool) -> Numbers:
 
 
 def _least_ops(least: Least, available_bytes: int) -> list[Compute]:
-    """Return a schedule within ``available_bytes``, which is at least the least memory."""
+    """Return the operations of a schedule within ``available_bytes`` in addition to boundary 0.
+
+    ``available_bytes`` are at least the least memory of the chain.
+    """
 
     def pick(s: int, t: int, m: int) -> tuple[int, int, int]:
         choice, _, _ = choose_least(least, s, t, m)
@@ -267,5 +276,5 @@ def _least_ops(least: Least, available_bytes: int) -> list[Compute]:
 
 
 def _staying(nbytes: Ints, away: float) -> Ints:
-    """Return ``nbytes`` reduced by the share ``away``."""
+    """Return each of ``nbytes`` reduced by the share ``away``."""
     return nbytes - (nbytes * away).astype(np.int64)

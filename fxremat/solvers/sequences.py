@@ -16,10 +16,16 @@ and what is then available to the interval after its forwards, and to the one be
 
 
 def walk(pick: Pick[T], s: int, t: int, available: T, *, first: int = 0) -> list[Compute]:
-    """Return the computations of interval ``(s, t)``: Algorithm 2 of the rotor paper.
+    """Return the operations that run stages ``s … t`` forward and backward as ``pick`` chooses.
 
-    It uses an explicit stack, since chains can be longer than Python's recursion limit. ``first``
-    is the number of the stage that ``pick`` calls 0.
+    Algorithm 2 of Beaumont et al. (2019), see ``rotor``. It uses an explicit stack, since chains
+    can be longer than Python's recursion limit.
+
+    Args:
+        pick: returns the choice for an interval, see ``Pick``.
+        s, t: first and last stage.
+        available: what is available to the interval, as ``pick`` counts it.
+        first: number of the stage that ``pick`` calls 0.
     """
     ops: list[Compute] = []
     todo: list[tuple[int, int, T] | Compute] = [(s, t, available)]
@@ -48,7 +54,7 @@ def walk(pick: Pick[T], s: int, t: int, available: T, *, first: int = 0) -> list
 
 
 def sweep(s: int, cut: int) -> list[Compute]:
-    """Return ``F_ck s, F_none s + 1 … cut - 1``."""
+    """Return the forwards of stages ``s … cut - 1``, which keep only the input of stage ``s``."""
     return [Forward(s, Keep.INPUT), *(Forward(i, Keep.NONE) for i in range(s + 1, cut))]
 
 
@@ -59,10 +65,10 @@ def span(s: int, t: int) -> list[Compute]:
 
 
 def span_bytes(numbers: Numbers, s: int, t: int) -> int:
-    """Return the peak of ``span`` beyond boundary ``s`` while the gradient after ``t`` is held.
+    """Return the peak bytes of ``span`` beyond boundary ``s``, including the gradient after ``t``.
 
-    Theorem 1 of the rotor paper with ``C_all`` at every stage. After the loss point the innermost
-    pair is a rebuild. ``O(t - s)``.
+    Theorem 1 of Beaumont et al. (2019) with ``C_all`` at every stage. After the loss point the
+    innermost pair is a rebuild. ``O(t - s)``.
     """
     nbytes = int(numbers.leaf_bytes[t, 0])
     for i in range(t - 1, s - 1, -1):
@@ -72,7 +78,7 @@ def span_bytes(numbers: Numbers, s: int, t: int) -> int:
 
 
 def seconds_of(stages: Sequence[StageCosts], ops: Sequence[Compute]) -> float:
-    """Return the seconds of ``ops``, added in order.
+    """Return the total seconds of ``ops``, added in order.
 
     An ``F_all`` that runs again right before its ``B`` is a rebuild, and takes ``rebuild_s``.
     """

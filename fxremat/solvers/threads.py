@@ -28,7 +28,7 @@ def thread_count(*, most: int | None = None) -> int:
 
 
 class Crew:
-    """A pool of at most ``most`` threads; without threads where one is enough.
+    """A pool of at most ``most`` threads; if one is enough, tasks run in the calling thread.
 
     These threads are not numba's, which may not be used after a fork, nor in some builds from two
     threads at once.

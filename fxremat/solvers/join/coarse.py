@@ -34,7 +34,7 @@ MOST_OPTIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
-    """A join of merged stages.
+    """A join whose stages are merged neighbors of another join's stages, the fine join's.
 
     Attributes:
         join, costs: the join of merged stages, and its costs.
@@ -49,7 +49,7 @@ class Coarse:
     choices: tuple[tuple[tuple[int, ...], ...], ...]
 
     def refine(self, schedule: Schedule) -> Schedule:
-        """Convert a schedule of the coarse join to one of the fine join."""
+        """Return the schedule of the fine join that corresponds to one of the coarse join."""
         return Schedule(tuple(fine for op in schedule.computations for fine in self._fine_ops(op)))
 
     def _fine_ops(self, op: Compute) -> Sequence[Compute]:
@@ -63,7 +63,9 @@ class Coarse:
 
 
 def with_loss_point(join: Join, costs: JoinCosts, *, extra_bytes: int) -> Coarse:
-    """Merge the trunk into a single stage, whose backward follows its forward, as in the paper.
+    """Return the join with its trunk merged into one stage, whose backward follows its forward.
+
+    This is the join of Beaumont, Herrmann, Pallez, Shilova (2019), see ``general``.
 
     Args:
         join, costs: the fine join.
@@ -102,12 +104,18 @@ def with_loss_point(join: Join, costs: JoinCosts, *, extra_bytes: int) -> Coarse
 
 
 def work_of(lengths: Sequence[int]) -> int:
-    """Return the choices per slot for lines of these numbers of stages, the trunk last."""
+    """Return the number of sums that the solver ``join`` computes for each slot of memory.
+
+    Args:
+        lengths: number of stages of each branch, then of the trunk.
+    """
     return state_count(lengths) * sum(lengths)
 
 
 def coarsen(join: Join, costs: JoinCosts, *, most_work: int) -> Coarse:
-    """Merge neighbors, those first that save least, until ``work_of`` is at most ``most_work``.
+    """Return the join after merging neighbors until ``work_of`` is at most ``most_work``.
+
+    Those with the fewest saved bytes are merged first.
 
     A small join is unchanged. A line keeps at least one stage, so a join of many branches may
     exceed ``most_work``.
@@ -169,7 +177,7 @@ class _Run:
     first: int
 
     def costs(self) -> StageCosts:
-        """Return the costs of the merged stage."""
+        """Return seconds and bytes of the stage that runs all these stages one after the other."""
         if len(self.stages) == 1:
             return self.stages[0]
         line, members, last = self.line, self.stages, self.stages[-1]
@@ -196,7 +204,11 @@ class _Run:
         )
 
     def choices(self) -> list[tuple[int, ...]]:
-        """Return combinations of options: all kept, and the best at some prices of a byte."""
+        """Return the save options of the merged stage, each as the number of an option per member.
+
+        The first keeps everything. Each other one has the least sum of recomputed seconds and of
+        bytes times a price, for one of several prices of a byte.
+        """
         if len(self.stages) == 1:
             return [(option,) for option in range(len(self.stages[0].options) + 1)]
         every_choices = self._choices()
@@ -222,7 +234,7 @@ class _Run:
         return [whole, *others[::-1][::step]]
 
     def _choices(self) -> list[list[tuple[SaveOption, frozenset[int]]]]:
-        """Return, for each option of each member, the option and what ``F_all`` adds with it."""
+        """Return for each member its save options, each with the storages that its forward adds."""
         pairs = enumerate(
             zip(self.stages, self.line.stages[self.first :], strict=False), self.first
         )
@@ -235,9 +247,12 @@ class _Run:
         return [options[i] for options, i in zip(self._choices(), choice, strict=True)]
 
     def _peaks(self, choice: tuple[int, ...]) -> tuple[list[int], list[int], list[int]]:
-        """Return the bytes kept up to each member, and peaks of its ``F_all`` and its backward.
+        """Return for each member bytes kept up to it, and peaks of its forward and its backward.
 
-        They do not include the input and the gradients after the last member.
+        They are three lists, without the first member's input and the gradients after the last.
+
+        Args:
+            choice: number of the save option of each member.
         """
         held: set[int] = set()
         head = set(self.line.boundaries[self.first])
@@ -251,7 +266,7 @@ class _Run:
         return kept, keeping, back
 
     def _combined(self, choice: tuple[int, ...]) -> SaveOption:
-        """Return the save option of the merged stage that combines an option of each member."""
+        """Return the save option of the merged stage that combines members' options ``choice``."""
         kept, keeping, back = self._peaks(choice)
         options, added = zip(*self._chosen_options(choice), strict=True)
         return SaveOption(

@@ -35,6 +35,11 @@ from fxremat.solvers.sequences import seconds_of
 def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
     """Find the fastest memory-persistent schedule of the equivalent chain, for the join.
 
+    That chain has one stage for all of a join's stages at the same distance from the trunk.
+    ``rotor`` defines memory-persistent.
+
+    That chain has one stage for all of a join's stages at the same distance from the trunk.
+
     Args:
         problem: the join. A chain is its own equivalent.
         slots: see ``rotor.solve``.
@@ -59,9 +64,10 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
 
 
 def equivalent_chain(problem: JoinProblem) -> Problem:
-    """Return a chain of one stage for each distance from the trunk, then the trunk's stages.
+    """Return the problem of a chain that has one stage for each distance from the trunk.
 
-    A schedule of it needs at least as much memory as the corresponding schedule of the join.
+    That stage stands for those of all branches at that distance; the trunk's stages follow. A
+    schedule of it needs at least as much memory as the corresponding schedule of the join.
     """
     join, costs = problem.join, problem.costs
     depth = max(map(len, join.branches))
@@ -83,7 +89,7 @@ def equivalent_chain(problem: JoinProblem) -> Problem:
 
 
 def _members(problem: JoinProblem, level: int) -> list[tuple[int, int]]:
-    """Return branch and position of the stages at a level."""
+    """Return branch and place in it of each stage that stage ``level`` of the chain stands for."""
     branches = problem.join.branches
     depth = max(map(len, branches))
     places = ((b, level - (depth - len(chain))) for b, chain in enumerate(branches))
@@ -91,7 +97,11 @@ def _members(problem: JoinProblem, level: int) -> list[tuple[int, int]]:
 
 
 def _level_costs(problem: JoinProblem, members: list[tuple[int, int]]) -> StageCosts:
-    """Return the costs of the members of a level, run one after the other."""
+    """Return the costs of the chain's stage that runs ``members`` one after the other.
+
+    Args:
+        members: branch and place of each, as ``_members`` returns them.
+    """
     costs = problem.costs
     parts = [costs.branches[b][p] for b, p in members]
     waiting = set(range(len(costs.branches))) - {b for b, _ in members}
@@ -119,7 +129,11 @@ def _level_costs(problem: JoinProblem, members: list[tuple[int, int]]) -> StageC
 
 
 def as_join_schedule(problem: JoinProblem, schedule: Schedule) -> Schedule:
-    """Replace every operation of the chain by those of its members; a rebuild member by member."""
+    """Return the schedule of the join that corresponds to one of its equivalent chain.
+
+    Each operation is replaced by those of the stages that the chain's stage stands for. Where
+    ``F_all`` is followed by its backward, each stage runs both before the next stage does.
+    """
     join, line = problem.join, schedule.computations
     depth = max(map(len, join.branches))
     first = join.first_stages

@@ -77,6 +77,9 @@ MOST_STATES = 1 << 23
 def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infeasible:
     """Find the fastest canonical schedule within the budget.
 
+    A canonical schedule runs every segment of a branch without another branch in between, and
+    segments backward in the reverse order of their forwards; see the module.
+
     Args:
         problem: the join, its costs and the budget. A chain is passed to ``rotor``.
         slots: sizes are rounded up to multiples of the budget divided by ``slots``. It is reduced
@@ -110,7 +113,7 @@ def solve(problem: Problem | JoinProblem, *, slots: int = 200) -> Solved | Infea
 
 
 def least_budget(join: Join, costs: JoinCosts) -> tuple[int, Schedule]:
-    """Return the exact least budget of any canonical schedule, and one with that budget.
+    """Return the exact least budget in bytes of any canonical schedule, and a schedule within it.
 
     Of choices with equal memory the recurrence takes the faster one.
 
@@ -127,7 +130,10 @@ def least_budget(join: Join, costs: JoinCosts) -> tuple[int, Schedule]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinPlans(BudgetTable):
-    """Every ``J(p, h, t, m)`` of a join."""
+    """Fastest canonical schedules of a join for all budgets up to a maximum.
+
+    The table has every ``J(p, h, t, m)`` of the module.
+    """
 
     join: Join
     costs: JoinCosts
@@ -142,7 +148,7 @@ class JoinPlans(BudgetTable):
     def build(
         join: Join, costs: JoinCosts, *, max_budget_bytes: int, slots: int = 200
     ) -> JoinPlans:
-        """Fill the table. If the budget is below the least budget, most of it is not filled.
+        """Return the filled table; below the least budget, most of it is not filled.
 
         Args:
             join: the join.
@@ -174,16 +180,16 @@ class JoinPlans(BudgetTable):
 
     @property
     def base_bytes(self) -> int:
-        """Return the bytes held at the start: ``fixed_bytes`` and every branch's input."""
+        """Bytes held at the start: ``fixed_bytes`` and every branch's input."""
         return base_bytes(self.join, self.costs)
 
     @property
     def least_budget_bytes(self) -> int:
-        """Return the exact least budget of any canonical schedule."""
+        """Exact least budget in bytes of any canonical schedule."""
         return self.base_bytes + _root_bytes(self._least)
 
     def schedule(self, budget_bytes: int) -> Solved | Infeasible:
-        """Return the fastest schedule for a budget.
+        """Return the fastest schedule for a budget, or ``Infeasible`` if it is too small.
 
         A budget that suffices only without rounding gets a schedule derived from the least memory.
 
@@ -196,7 +202,7 @@ class JoinPlans(BudgetTable):
         return Solved(Schedule(ops), seconds_of(self.costs.stages, ops))
 
     def operations(self, budget_bytes: int) -> tuple[Compute, ...]:
-        """Return the operations of ``schedule``, for a budget that is at least the least budget."""
+        """Return the operations of ``schedule``, for a budget of at least the least budget."""
         if self.fits(budget_bytes):
             slots = self.slots_of(budget_bytes)
             return walk.table_ops(self.join, self._lines, self._table, slots)
@@ -205,7 +211,7 @@ class JoinPlans(BudgetTable):
 
     @property
     def root(self) -> Floats:
-        """Return the least seconds for every number of free slots, ``(slots + 1,)``."""
+        """Least seconds of a step for every number of free slots, ``(slots + 1,)``."""
         row: Floats = self._table.values[len(self.join.trunk) - 1]
         return row
 
@@ -226,7 +232,7 @@ def _root_bytes(least: JoinLeast) -> int:
 
 
 def _least(numbers: JoinNumbers, lines: tuple[Numbers, ...]) -> tuple[tuple[Least, ...], JoinLeast]:
-    """Return the least memory of each single line, and of the join."""
+    """Return the tables of least memory: of each line by itself, and of the join."""
     chains = tuple(map(Least.of, lines))
     inner = [np.triu_indices(len(chain.memory)) for chain in chains]  # in the rows' order
     states = numbers.heads * numbers.trunk_gradient.size << numbers.lengths.size
@@ -256,7 +262,10 @@ def _filled_table(
 
 
 def _with_forwards(table: Table) -> Floats:
-    """Return the values of all intervals, with the time of each interval's forwards added."""
+    """Return the seconds of a line's intervals including those of each interval's first forwards.
+
+    They are ``C(s, t, m)`` of ``rotor`` plus the seconds of forwards ``s … t``.
+    """
     prefix_s = table.numbers.prefix_s
     first, last = np.triu_indices(len(prefix_s) - 1)  # in the rows' order
     takes = prefix_s[last + 1] - prefix_s[first]

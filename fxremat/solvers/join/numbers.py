@@ -18,7 +18,7 @@ _Number = TypeVar("_Number", np.int64, np.float64)
 
 
 class JoinNumbers(NamedTuple):
-    """A join of ``k`` branches, the longest of ``n`` stages, and a trunk of ``T`` stages.
+    """A join of ``k`` branches of at most ``n`` stages, and of ``T`` trunk stages, as arrays.
 
     The first index is the branch; entries beyond its length are 0 or, for seconds of a backward,
     infinite. A branch's *head* at ``p`` is its boundary ``p`` in memory. All sizes are in bytes.
@@ -36,8 +36,8 @@ class JoinNumbers(NamedTuple):
         freed: ``(k, n + 1)``, what is freed with a head at ``p`` that is in no saved set: boundary
             ``p`` without boundary ``p - 1``, which may still be held.
         held: ``(k, n + 1)``, gradients that a branch holds when its head is at ``p``.
-        done: gradients that the trunk leaves.
-        trunk_gradient: ``(T,)``, ``δ`` while the backward of trunk stage ``t`` comes next.
+        done: gradients that the trunk leaves until the step ends.
+        trunk_gradient: ``(T,)``, gradients held while the backward of trunk stage ``t`` comes next.
         trunk_s: ``(T + 1,)``, seconds of the trunk's forwards ``0 … i - 1``.
         trunk_born: ``(T + 1,)``, bytes of the trunk's boundary ``q`` that were allocated in the
             trunk.
@@ -68,7 +68,7 @@ class JoinNumbers(NamedTuple):
 
 
 def join_numbers(join: Join, costs: JoinCosts) -> tuple[JoinNumbers, tuple[Numbers, ...]]:
-    """Return the arrays of a valid join, and those of every line as a chain.
+    """Return a valid join as arrays, and each of its lines (branches, then trunk) as a chain's.
 
     Raises:
         ValueError: the sizes are too large to add up.
@@ -118,9 +118,10 @@ def join_numbers(join: Join, costs: JoinCosts) -> tuple[JoinNumbers, tuple[Numbe
 
 
 def _after_trunk(branch: Numbers, stages: tuple[StageCosts, ...]) -> Numbers:
-    """Return the arrays of a branch whose last stage has run before, for the trunk.
+    """Return the arrays of a branch in which the last stage has run before the trunk did.
 
-    Neither can it run with a save option directly before its backward: that would be a rebuild.
+    So before its backward it is rebuilt, and cannot run with a save option instead. ``branch`` is
+    changed.
     """
     last = stages[-1]
     branch.leaf_bytes[-1] = last.gradient_bytes + last.rebuild_bytes
@@ -131,7 +132,11 @@ def _after_trunk(branch: Numbers, stages: tuple[StageCosts, ...]) -> Numbers:
 
 
 def state_count(lengths: Sequence[int]) -> int:
-    """Return the number of states for lines of these numbers of stages, the trunk last."""
+    """Return the number of states in the table of the solver ``join``.
+
+    Args:
+        lengths: number of stages of each branch, then of the trunk.
+    """
     *branches, trunk = lengths
     return math.prod([length + 1 for length in branches]) * trunk << len(branches)
 
@@ -142,7 +147,7 @@ def base_bytes(join: Join, costs: JoinCosts) -> int:
 
 
 def kept_bytes(join: Join, costs: JoinCosts) -> int:
-    """Return the exact peak of the schedule without recomputation, including ``fixed_bytes``.
+    """Return the exact peak in bytes of the schedule that keeps everything, with ``fixed_bytes``.
 
     Forwards of the lines run one after the other, the trunk last, and backwards in the reverse
     order. Every stage keeps its whole saved set.
@@ -173,7 +178,7 @@ def kept_bytes(join: Join, costs: JoinCosts) -> int:
 
 
 def _padded(arrays: list[NDArray[_Number]], *, fill: float = 0) -> NDArray[_Number]:
-    """Stack arrays of different shapes, padded with ``fill``."""
+    """Stack arrays of different shapes along a new first axis, padded with ``fill``."""
     shape: list[int] = [
         max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)
     ]
@@ -191,7 +196,7 @@ def _freed(chain: Chain) -> Ints:
 
 
 def _trunk_bytes(join: Join) -> tuple[Ints, Ints]:
-    """Return ``trunk_born`` and ``trunk_crossed`` of ``JoinNumbers``."""
+    """Return the arrays ``trunk_born`` and ``trunk_crossed`` of ``JoinNumbers``."""
     end = len(join.trunk)
     ends = set(join.trunk.boundaries[0])
     most = max(map(len, join.branches))

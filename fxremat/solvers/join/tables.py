@@ -35,20 +35,25 @@ State = tuple[int, int, int]
 
 
 class Choices(NamedTuple):
-    """Buffers for the choices of a state: ``(most, 8)`` integers and ``(most, 2)`` seconds."""
+    """Buffers for the choices of a state, one row each; ``list_choices`` writes them.
+
+    Attributes:
+        sizes: ``(most, 8)`` integers, in the order of ``KIND, BRANCH, …``.
+        seconds: ``(most, 2)``, of the choice's forwards (``AHEAD_S``) and backward (``BEHIND_S``).
+    """
 
     sizes: Ints
     seconds: Floats
 
     @staticmethod
     def room(n: JoinNumbers) -> Choices:
-        """Allocate buffers that suffice for any state."""
+        """Allocate buffers with as many rows as any state of the join has choices."""
         most = n.lengths.size * (n.saved.shape[2] + n.step.shape[2]) + n.trunk_born.size
         return Choices(np.empty((most, 8), dtype=np.int64), np.empty((most, 2)))
 
 
 class JoinTable(NamedTuple):
-    """All ``J(p, h, t, m)``, with ``m`` in slots.
+    """Least seconds ``J(p, h, t, m)`` of all states of a join (see ``general``), ``m`` in slots.
 
     Attributes:
         numbers: the join.
@@ -65,12 +70,12 @@ class JoinTable(NamedTuple):
 
 
 class JoinLeast(NamedTuple):
-    """Least memory of every state, in bytes beyond the heads and what was held before.
+    """Least memory of every state of a join in bytes, beyond what is held when the state begins.
 
     Attributes:
         numbers: the join.
         memory, seconds: ``(states,)``, least memory, and the time of a schedule with that memory.
-        segment_memory, segment_s: ``(rows,)``, the same for the intervals of all lines.
+        segment_memory, segment_s: ``(rows,)``, least memory and time of the intervals of all lines.
     """
 
     numbers: JoinNumbers
@@ -82,7 +87,10 @@ class JoinLeast(NamedTuple):
 
 @njit(inline="always")
 def _heads_of(n: JoinNumbers, number: int, p: Ints) -> bool:
-    """Write the heads with this number into ``p``, and return whether all are at their ends."""
+    """Write the heads with a number into ``p``, and return whether all are ends of branches.
+
+    A head is the held boundary of a branch. Heads ``p`` have the number ``Σ p[b] n.strides[b]``.
+    """
     at_ends = True
     for b in range(n.lengths.size):
         p[b] = number // n.strides[b] % (n.lengths[b] + 1)
@@ -92,7 +100,11 @@ def _heads_of(n: JoinNumbers, number: int, p: Ints) -> bool:
 
 @njit(inline="always")
 def _state_row(n: JoinNumbers, state: State) -> int:
-    """Return the row of a state in the tables."""
+    """Return the row of a state in the tables.
+
+    A state is the number of the heads (held boundaries of branches), the mask of branches whose
+    head is in a saved set, and the last trunk stage.
+    """
     number, h, t = state
     row: int = (number * (1 << n.lengths.size) + h) * n.trunk_gradient.size + t
     return row
@@ -100,7 +112,10 @@ def _state_row(n: JoinNumbers, state: State) -> int:
 
 @njit(inline="always")
 def _is_state(n: JoinNumbers, p: Ints, h: int) -> bool:
-    """Return whether heads and mask are consistent: no branch's input is in a saved set."""
+    """Return whether heads ``p`` (held boundaries of branches) and mask ``h`` are consistent.
+
+    ``h`` has a bit for each branch whose head is in a saved set, which no branch's input is.
+    """
     possible = True
     for b in range(n.lengths.size):
         possible = possible and not (p[b] == 0 and h >> b & 1)
@@ -109,10 +124,10 @@ def _is_state(n: JoinNumbers, p: Ints, h: int) -> bool:
 
 @njit(inline="always")
 def _more_in_backward(n: JoinNumbers, p: Ints, h: int, b: int) -> int:
-    """Return how many bytes more a backward of branch ``b`` has than its forward had.
+    """Return how many more bytes are free in a backward of branch ``b`` than in its forward.
 
-    The other branches' heads have been freed, unless saved sets hold them; their gradients and the
-    trunk's are held instead.
+    By then the other branches' heads have been freed, unless saved sets hold them; their gradients
+    and the trunk's are held instead.
     """
     nbytes = -n.done
     for other in range(n.lengths.size):
@@ -125,7 +140,10 @@ def _more_in_backward(n: JoinNumbers, p: Ints, h: int, b: int) -> int:
 
 @njit(inline="always")
 def _can_cut_trunk(n: JoinNumbers, p: Ints, h: int) -> bool:
-    """Return whether the trunk may free the branches' ends: none is a head outside saved sets."""
+    """Return whether the trunk may free the last boundaries of the branches.
+
+    It may unless one is a head (held boundary ``p[b]``) that is in no saved set by mask ``h``.
+    """
     possible = True
     for b in range(n.lengths.size):
         possible = possible and (p[b] < n.lengths[b] or (h >> b & 1) == 1)
@@ -134,7 +152,10 @@ def _can_cut_trunk(n: JoinNumbers, p: Ints, h: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def sweep_order(n: JoinNumbers, p: Ints) -> Ints:
-    """Return the order of sweeps to the ends with the least peak: those first that free most."""
+    """Return the order in which to run the branches to their ends with the least peak.
+
+    Those come first that free most after their peak. ``p`` are the boundaries they start from.
+    """
     gain = np.empty(n.lengths.size, dtype=np.int64)
     for b in range(n.lengths.size):
         end = n.lengths[b]
@@ -153,7 +174,7 @@ def _set(
     segment: tuple[int, int],
     takes: tuple[float, float],
 ) -> int:
-    """Write choice ``i``, and return the index of the next one."""
+    """Write a choice into row ``i`` of the buffers, and return the index of the next row."""
     sizes = into.sizes[i]
     sizes[KIND], sizes[BRANCH], sizes[CUT_AT] = choice
     sizes[NEEDS] = needs
@@ -165,7 +186,7 @@ def _set(
 
 @njit(cache=True, nogil=True)
 def list_choices(n: JoinNumbers, state: State, into: Choices) -> int:
-    """Write all choices of a state, and return their number."""
+    """Write all choices of a state into the buffers ``into``, and return their number."""
     number, h, t = state
     p = np.empty(n.lengths.size, dtype=np.int64)
     gradient, trunk = n.trunk_gradient[t], n.line_row[n.lengths.size]
@@ -197,7 +218,17 @@ def list_choices(n: JoinNumbers, state: State, into: Choices) -> int:
 
 @njit(cache=True, nogil=True)
 def _list_trunk_cuts(n: JoinNumbers, state: State, p: Ints, into: Choices, count: int) -> int:
-    """Add the choices that keep all heads and cut the trunk."""
+    """Add the choices that keep the held boundaries of all branches and cut the trunk.
+
+    Args:
+        state: number of heads, mask and trunk stage.
+        p: heads, the held boundary of each branch.
+        into: buffers to add choices to.
+        count: number of choices in the buffers.
+
+    Returns:
+        The new number of choices in the buffers.
+    """
     number, h, t = state
     ends_s, added, peak = 0.0, 0, 0
     for b in sweep_order(n, p):
@@ -223,7 +254,10 @@ def _list_trunk_cuts(n: JoinNumbers, state: State, p: Ints, into: Choices, count
 
 @njit(inline="always")
 def _lower(out: Floats, inner: Floats, row: Floats, begin: int, shift: int, more: int) -> None:
-    """Lower ``out[m]`` to ``inner[m - shift] + row[m + more]`` for ``m >= begin``."""
+    """Lower ``out[m]`` to ``inner[m - shift] + row[m + more]`` for ``m >= begin``, if that is less.
+
+    Beyond its end, ``row`` continues with its last entry.
+    """
     size = out.size
     begin = max(begin, shift, -more)
     if begin >= size:
@@ -242,7 +276,7 @@ def _lower(out: Floats, inner: Floats, row: Floats, begin: int, shift: int, more
 
 @njit(cache=True, nogil=True)
 def _fill_state(table: JoinTable, state: State, choices: Choices) -> None:
-    """Compute the row of a state from those of the following states."""
+    """Compute the row of a state from those of the following states; ``choices`` is a buffer."""
     n, quantum = table.numbers, table.quantum
     out = table.values[_state_row(n, state)]
     for i in range(list_choices(n, state, choices)):
@@ -265,7 +299,10 @@ def _fill_state(table: JoinTable, state: State, choices: Choices) -> None:
 
 @njit(cache=True, nogil=True)
 def fill(table: JoinTable, choices: Choices) -> None:
-    """Compute all ``J(p, h, t, m)``, from the ends of the branches to their inputs."""
+    """Compute all rows of ``table``, from the ends of the branches to their inputs.
+
+    ``choices`` is a buffer.
+    """
     n = table.numbers
     p = np.empty(n.lengths.size, dtype=np.int64)
     table.values[:] = np.inf
@@ -279,7 +316,12 @@ def fill(table: JoinTable, choices: Choices) -> None:
 
 @njit(cache=True, nogil=True)
 def choose(table: JoinTable, state: State, m: int, choices: Choices) -> int:
-    """Return the choice that gives entry ``m`` of a state's row, by computing its sums again.
+    """Return the choice whose seconds are entry ``m`` of a state's row, by adding them up again.
+
+    Args:
+        state: number of heads, mask and trunk stage.
+        m: number of free slots.
+        choices: buffers, to which the state's choices are written.
 
     Returns:
         Its index among ``choices``; -1 if there is none.
@@ -309,7 +351,15 @@ def choose(table: JoinTable, state: State, m: int, choices: Choices) -> int:
 def choose_least(
     least: JoinLeast, state: State, available: int, choices: Choices
 ) -> tuple[int, int, float]:
-    """Return index, bytes and seconds of a choice, as ``solvers.least.choose_least`` does."""
+    """Choose the fastest way to run a state within ``available`` bytes.
+
+    For ``ANY_BYTES``, choose a way of least memory, and of these the fastest. ``choices`` are
+    buffers, to which the state's choices are written.
+
+    Returns:
+        The index among ``choices``, -1 if none fits; the bytes, which are ``available`` unless that
+        is ``ANY_BYTES``; and the seconds.
+    """
     tightens = available == ANY_BYTES
     limit = 1 << 62 if tightens else available
     best, best_s = -1, np.inf
@@ -334,7 +384,7 @@ def choose_least(
 
 @njit(cache=True, nogil=True)
 def fill_least(least: JoinLeast, choices: Choices) -> None:
-    """Fill ``least`` with the least memory of every state, and the seconds of its schedule."""
+    """Fill ``memory`` and ``seconds`` of ``least`` for every state; ``choices`` is a buffer."""
     n = least.numbers
     p = np.empty(n.lengths.size, dtype=np.int64)
     for number in range(n.heads - 1, -1, -1):

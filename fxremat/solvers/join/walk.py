@@ -21,7 +21,11 @@ from fxremat.solvers.sequences import sweep, walk
 
 
 class _State(NamedTuple):
-    """A task to schedule ``J(p, h, t, available)``."""
+    """A task to schedule what remains of the join when each branch has run to boundary ``p[b]``.
+
+    That is ``J(p, h, t, available)`` of ``general``: mask ``h`` has a bit for each branch whose
+    boundary is in a saved set, and ``t`` is the last stage of the trunk.
+    """
 
     p: tuple[int, ...]
     h: int
@@ -30,7 +34,7 @@ class _State(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """A task to schedule ``C(s, t, available)`` of a line."""
+    """A task to schedule stages ``s … t`` of a line with ``available`` free slots or bytes."""
 
     line: int
     s: int
@@ -48,7 +52,10 @@ _Pick = Callable[[int, int, int, int], tuple[int, int, int]]
 def table_ops(
     join: Join, lines: tuple[Table, ...], table: JoinTable, slots: int
 ) -> tuple[Compute, ...]:
-    """Return the schedule of entry ``slots`` of the whole join; ``lines`` are rotor's tables."""
+    """Return the operations of the fastest schedule of a join with ``slots`` free slots.
+
+    ``lines`` are rotor's tables of the branches and the trunk.
+    """
     choices, last = Choices.room(table.numbers), table.segments.shape[1] - 1
 
     def choose(state: State, m: int) -> Ints | None:
@@ -66,7 +73,11 @@ def table_ops(
 def least_ops(
     join: Join, lines: tuple[Least, ...], states: JoinLeast, available_bytes: int
 ) -> tuple[Compute, ...]:
-    """Return a schedule within ``available_bytes``, which is at least the least memory."""
+    """Return the operations of a schedule of a join within ``available_bytes``.
+
+    These are in addition to the inputs, and at least the least memory. ``lines`` and ``states``
+    have the least memory of each line and of the join.
+    """
     choices = Choices.room(states.numbers)
 
     def choose(state: State, m: int) -> Ints | None:
@@ -83,7 +94,15 @@ def least_ops(
 def _ops(
     join: Join, n: JoinNumbers, choose: _Choose, pick: _Pick, available: int, *, quantum: int
 ) -> tuple[Compute, ...]:
-    """Return the schedule of the whole join, with ``available`` units of ``quantum`` bytes."""
+    """Return the operations of the whole join, as ``choose`` and ``pick`` choose.
+
+    Args:
+        n: its arrays.
+        choose: returns the choice for a state.
+        pick: returns the choice for an interval of a line.
+        available: number of free units.
+        quantum: bytes of a unit.
+    """
     first, trunk = join.first_stages, len(join.branches)
     ops: list[Compute] = []
     todo: list[_State | _Segment | Compute]

@@ -29,7 +29,7 @@ from fxremat.solvers.sequences import base_bytes, seconds_of, span, span_bytes, 
 
 
 def solve(problem: Problem, *, segments: int | None = None) -> Solution:
-    """Return the periodic schedule of ``segments`` segments, if it fits.
+    """Return the schedule that keeps the inputs of ``segments`` equal segments, if it fits.
 
     Args:
         problem: the chain, its costs and the budget.
@@ -63,7 +63,7 @@ def solve(problem: Problem, *, segments: int | None = None) -> Solution:
 
 
 def _starts(count: int, segments: int) -> range:
-    """Return the first stage of each segment."""
+    """Return the first stage of each of ``segments`` segments of ``count`` stages."""
     size = count // segments
     return range(0, size * segments, size)
 
@@ -80,7 +80,10 @@ def _schedule(costs: Costs, starts: Sequence[int]) -> Solved:
 
 
 def _peak_bytes(numbers: Numbers, starts: Sequence[int]) -> int:
-    """Return the peak in addition to boundary 0, by rotor's recurrence with these cuts."""
+    """Return the peak in addition to boundary 0 of segments that start at stages ``starts``.
+
+    It is computed by ``rotor``'s recurrence.
+    """
     last = numbers.gradient.size - 1
     nbytes = span_bytes(numbers, starts[-1], last)
     for start, end in reversed(list(itertools.pairwise(starts))):

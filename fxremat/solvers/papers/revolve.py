@@ -43,6 +43,8 @@ from fxremat.solvers.sequences import base_bytes, seconds_of, walk
 def solve(problem: Problem, *, slots: int = 500) -> Solution:
     """Find the fastest memory-persistent schedule that keeps boundaries only.
 
+    Every ``B i`` directly follows ``F_all i``.
+
     Args:
         problem: the chain, its costs and the budget.
         slots: as for ``rotor.solve``. It is not used for a homogeneous chain.
@@ -105,7 +107,7 @@ def _checkpoints(costs: Costs, numbers: Numbers, available_bytes: int) -> int | 
 
 
 def _split(length: int, checkpoints: int) -> int:
-    """Return where the second checkpoint of ``length >= 2`` stages goes; the first is at 0.
+    """Return the place of the second checkpoint of ``length >= 2`` stages; the first is at 0.
 
     It is the greatest of the optimal places (Griewank and Walther 2000, section 3). With ``η(c, r)
     = C(c + r, c)`` and ``η(c, r - 1) < length <= η(c, r)``, one more stage in either part costs one
@@ -122,7 +124,10 @@ def _split(length: int, checkpoints: int) -> int:
 
 
 def _reach(checkpoints: int, repeats: int) -> int:
-    """Return ``η(c, r)``, the most stages of which none is advanced more than ``r`` times."""
+    """Return the most stages that can be reversed with no stage advanced over ``repeats`` times.
+
+    It is ``η(c, r)`` of Griewank and Walther (2000), for ``checkpoints`` and ``repeats``.
+    """
     return math.comb(checkpoints + repeats, checkpoints) if repeats >= 0 else 0
 
 

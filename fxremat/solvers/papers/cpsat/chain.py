@@ -52,7 +52,9 @@ def solve(
     time_limit_s: float = 60.0,
     workers: int = 1,
 ) -> Solution:
-    """Find the fastest schedule within the budget, with proof of optimality.
+    """Find the fastest schedule within the budget by CP-SAT, with proof of optimality.
+
+    A run is consecutive forwards and at most one backward; every schedule is a sequence of runs.
 
     Args:
         problem: the chain, its costs and the budget. A link is not used.
@@ -84,7 +86,7 @@ def solve(
 
 
 def _hinted(model: _Runs, problem: Problem) -> Solved | None:
-    """Start the search from rotor's schedule, which is memory-persistent.
+    """Give rotor's schedule to the search as its start.
 
     Returns:
         That schedule; ``None`` if it has too many runs, or does not fit.
@@ -97,7 +99,7 @@ def _hinted(model: _Runs, problem: Problem) -> Solved | None:
 
 
 class _Runs:
-    """The model of the schedules of a problem as a number of runs."""
+    """CP-SAT model of the schedules of a problem that consist of at most ``runs`` runs."""
 
     def __init__(
         self, problem: Problem, runs: int, persistent: bool, any_budget: bool = False
@@ -131,7 +133,7 @@ class _Runs:
         self.ticks = Ticks.of([*durations, *parts], total_s=total_s)
 
     def minimize_seconds(self) -> None:
-        """Minimize the seconds of forwards and rebuilding. Each backward runs once."""
+        """Set the objective: least seconds of forwards and rebuilds; each backward runs once."""
         count = self.ticks.count
         forwards = sum(
             count(stage.forward_s) * (run.forward[i] - run.rebuild[i])
@@ -148,19 +150,19 @@ class _Runs:
         self.cp.minimize(forwards + parts)
 
     def _rebuilds(self, run: RunVariables, stage: int, option: int) -> IntVar:
-        """Return a variable that is 1 if ``stage`` runs backward in ``run`` after that option."""
+        """Return a variable that is 1 if ``run`` ends with this backward after ``option``."""
         rebuilds = self.cp.new_bool_var("")
         self.cp.add_bool_or(~run.back[stage], ~run.held_after[stage][option], rebuilds)
         return rebuilds
 
     def bound_s(self, search: CpSolver) -> float:
-        """Return a lower bound in seconds on any schedule."""
+        """Return the lower bound in seconds that a search found for the time of any schedule."""
         durations = (len(self.runs) + 1) * len(self.problem.chain)
         bound_s = self.ticks.at_least(search.best_objective_bound, durations=durations)
         return bound_s + sum(stage.backward_s for stage in self.problem.costs.stages)
 
     def solution(self, search: CpSolver) -> Solved:
-        """Return the best schedule of a search."""
+        """Return the best schedule that a search found."""
         ops: list[Compute] = []
         for run in self.runs:
             ops += _ops_of(search, run)

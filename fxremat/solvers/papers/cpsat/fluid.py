@@ -33,7 +33,7 @@ the scale is not exact."""
 
 @dataclass(frozen=True, slots=True)
 class Grains:
-    """Units of time and of bytes that fit each other.
+    """A unit of time, the tick, and one of bytes, the grain, of which a tick moves a whole number.
 
     Attributes:
         ticks: the unit of time.
@@ -48,7 +48,10 @@ class Grains:
 
     @staticmethod
     def of(line: OffloadChain, seconds: Sequence[float], sizes: Sequence[int]) -> Grains:
-        """Return an exact scale for durations and sizes, or a coarse one if they are too large."""
+        """Return units that ``seconds`` and ``sizes`` are multiples of, or coarse ones.
+
+        They are coarse where sums would be too large.
+        """
         rates = (Fraction(line.offload_rate), Fraction(line.prefetch_rate))
         common = math.gcd(*sizes) or 1
         moves = [common / rate for rate in rates]
@@ -74,12 +77,15 @@ class Grains:
         return Grains(ticks, unit_bytes / grains, *(grains // each for each in per_unit))
 
     def up(self, nbytes: int) -> int:
-        """Return the grains of a size, rounded up."""
+        """Return the number of grains that ``nbytes`` take, rounded up."""
         return math.ceil(nbytes / self.nbytes)
 
 
 class FluidModel:
-    """The model of a problem. Transfers are ordered, and no offload follows a prefetch."""
+    """CP-SAT model of the shortest step with transfers that may be interrupted.
+
+    Transfers are ordered, and no offload follows a prefetch.
+    """
 
     def __init__(self, line: OffloadChain) -> None:
         self.cp = model = new_model()
@@ -128,15 +134,19 @@ class FluidModel:
         model.minimize(self.times[-1])
 
     def bound_s(self, search: CpSolver) -> float:
-        """Return a lower bound in seconds; of the computations only, if the scale is not exact."""
+        """Return the lower bound in seconds that a search found for the time of any schedule.
+
+        It is the time of the computations if that is greater, or if the scale is not exact.
+        """
         ticks = self.grains.ticks
         bound_s = ticks.seconds(search.best_objective_bound) if ticks.exact else 0.0
         return max(self.line.compute_s, bound_s)
 
     def solution(self, search: CpSolver) -> Solved:
-        """Return the ordered no-wait schedule that offloads what the search chose (Proposition 1).
+        """Return the schedule that offloads what the search chose, with the least time for that.
 
-        Its time is the minimum of the search, if the scale is exact.
+        It is ordered and no-wait, see ``offload.phases``. Its time is the minimum of the search, if
+        the scale is exact (Proposition 1 of Beaumont, Eyraud-Dubois, Shilova, 2019).
         """
         amounts = [0.0] * len(self.line.sizes)
         for i in self.moved:
@@ -148,7 +158,10 @@ class FluidModel:
         return replace(solved, makespan_s=ticks.seconds(search.value(self.times[-1])))
 
     def _add_times(self, seconds: Sequence[float]) -> None:
-        """Add events: ``2 c`` is the start of computation ``c``, ``2 c + 1`` its end."""
+        """Add variables for the times of events, in order.
+
+        Event ``2 c`` is the start of computation ``c``; event ``2 c + 1`` is its end.
+        """
         ticks = self.grains.ticks
         grains = sum(self.sizes.values())
         moving = grains // self.grains.out + grains // self.grains.back + 2 * len(self.moved)
@@ -165,7 +178,10 @@ class FluidModel:
         return [self.cp.new_int_var(0, size, "") for _ in range(4 * self.count)]
 
     def _add_transfer(self, i: int) -> None:
-        """Offload all of ``i`` after it is computed, and prefetch it before it is read again."""
+        """Offload all or nothing of activation ``i``.
+
+        It is offloaded after it is computed, and prefetched before it is read again.
+        """
         model, size, goes = self.cp, self.sizes[i], self.goes[i]
         computed, read = 2 * i - 1, 2 * i + 1
         read_again = 2 * (2 * self.count - 1 - i)
@@ -187,7 +203,7 @@ class FluidModel:
                 model.add(back >= self.back[i][at - 1])
 
     def _add_order(self) -> None:
-        """Order offloads as the stages, and prefetches in the opposite order.
+        """Add constraints: offloads are ordered as the stages, prefetches the opposite way.
 
         So the last activation offloaded is the first prefetched, and no offload follows a prefetch.
         """
@@ -199,7 +215,7 @@ class FluidModel:
                 self.cp.add(self.back[i][at] <= self.sizes[i] * last)
 
     def _add_link(self) -> None:
-        """Bound what moves between events.
+        """Bound the amounts moved between two events by what the link can move in that time.
 
         One lane suffices, since all offloads precede all prefetches.
         """

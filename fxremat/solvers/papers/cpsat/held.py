@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class HeldStorage(NamedTuple):
-    """A storage of boundaries ``first … last``, which stage ``first - 1`` writes."""
+    """A storage of boundaries ``first … last``, which stage ``first - 1`` writes.
+
+    ``units`` is its size in units of bytes that all sizes are multiples of.
+    """
 
     units: int
     first: int
@@ -34,7 +37,15 @@ def add_memory(
     unit_bytes: int,
     budget: IntVar,
 ) -> None:
-    """Bound the peak of every forward and backward by ``budget``, in units of ``unit_bytes``."""
+    """Add constraints that bound the peak of every forward and backward by ``budget``.
+
+    Args:
+        chain, costs: the chain.
+        every: variables of every run.
+        persistent: whether schedules are memory-persistent, which never hold a storage twice.
+        unit_bytes: bytes of a unit, in which ``budget`` is.
+        budget: the variable of the budget.
+    """
     count = len(chain)
     used: list[list[LinearExpr | int]] = [
         [_rest(chain, costs, every[k], at, unit_bytes) for at in range(count + 1)]
@@ -72,7 +83,7 @@ def add_memory(
 
 
 def all_bytes(chain: Chain, costs: Costs) -> Iterator[int]:
-    """Yield every size that contributes to memory."""
+    """Yield the bytes of every storage, gradient and workspace that ``add_memory`` counts."""
     yield costs.fixed_bytes
     for boundary in chain.boundaries:
         yield from (chain.storages[i].nbytes for i in boundary)
@@ -85,7 +96,10 @@ def all_bytes(chain: Chain, costs: Costs) -> Iterator[int]:
 
 
 def crossings(chain: Chain, unit_bytes: int) -> list[HeldStorage]:
-    """Return the storages of boundaries whose size is not 0."""
+    """Return the storages that are in boundaries, without those of size 0.
+
+    Their sizes are in units of ``unit_bytes``.
+    """
     runs: dict[int, tuple[int, int]] = {}
     for at, boundary in enumerate(chain.boundaries):
         for storage in boundary:
@@ -98,7 +112,11 @@ def crossings(chain: Chain, unit_bytes: int) -> list[HeldStorage]:
 
 
 class _Way(NamedTuple):
-    """A way to run ``F_all``. ``private_bytes`` are of storages not in the boundary after it."""
+    """Bytes of a choice of what a forward keeps for its backward.
+
+    ``private_bytes`` are those of kept storages that are in neither boundary of the stage; the
+    others are as in ``SaveOption``.
+    """
 
     private_bytes: int
     keep_extra_bytes: int
@@ -106,7 +124,7 @@ class _Way(NamedTuple):
 
 
 def _ways(chain: Chain, costs: StageCosts, stage: int) -> Iterator[_Way]:
-    """Yield keeping everything, then the options."""
+    """Yield the bytes of each choice of what a forward keeps: everything, then the save options."""
     after = set(chain.boundaries[stage + 1])
     for option in costs.choices(chain.stages[stage].saved):
         private_bytes = chain.nbytes(chain.added(stage, option.kept) - after)
@@ -116,7 +134,10 @@ def _ways(chain: Chain, costs: StageCosts, stage: int) -> Iterator[_Way]:
 def _rest(
     chain: Chain, costs: Costs, run: RunVariables, at: int, unit_bytes: int
 ) -> LinearExpr | int:
-    """Return what is held of no boundary, at the forward of stage ``at``, or at the backward."""
+    """Return the units that saved sets hold beyond boundaries at one place of a run.
+
+    It is at the forward of stage ``at``, or at the backward if ``at`` is the number of stages.
+    """
     return sum(
         way.private_bytes // unit_bytes * held
         for i, stage in enumerate(costs.stages)
@@ -127,7 +148,12 @@ def _rest(
 
 
 def _holders(crossing: HeldStorage, count: int) -> tuple[range, range]:
-    """Return the boundaries that contain the storage, and the stages whose saved sets do."""
+    """Return the boundaries that contain the storage, and the stages whose saved sets do.
+
+    Args:
+        crossing: the storage.
+        count: number of stages.
+    """
     kept = range(crossing.first, min(crossing.last, count - 1) + 1)
     return kept, range(max(crossing.first - 1, 0), crossing.last)
 
@@ -135,7 +161,10 @@ def _holders(crossing: HeldStorage, count: int) -> tuple[range, range]:
 def _add_once(
     model: CpModel, every: Sequence[RunVariables], crossing: HeldStorage
 ) -> Iterator[tuple[int, int, IntVar]]:
-    """Yield run, place, and whether a storage that is in memory at most once is held."""
+    """Yield run, place and a variable that is 1 if a storage, never held twice, is held there.
+
+    Place ``i`` is the forward of stage ``i``; the place after all stages is the run's backward.
+    """
     count = len(every[0].done)
     kept, saved = _holders(crossing, count)
     for k, run in enumerate(every):
@@ -155,7 +184,10 @@ def _add_once(
 def _add_instances(
     model: CpModel, every: Sequence[RunVariables], crossing: HeldStorage
 ) -> Iterator[tuple[int, int, IntVar]]:
-    """Yield run, place, and whether an instance of a storage, each of another run, is held."""
+    """Yield run, place and a variable that is 1 if an instance of a storage is held there.
+
+    Every run that writes the storage makes an instance. Places are as in ``_add_once``.
+    """
     count = len(every[0].done)
     kept, saved = _holders(crossing, count)
     writer = crossing.first - 1

@@ -41,9 +41,10 @@ if TYPE_CHECKING:
 
 
 def default_steps(join: Join) -> int:
-    """Return ``n (n + 1) / 2 + n T`` per branch of ``n`` stages, plus ``T (T + 3) / 2 + 1``.
+    """Return the default maximum number of steps of a schedule, each of which is one operation.
 
-    ``T`` is the number of trunk stages.
+    It is ``n (n + 1) / 2 + n T`` per branch of ``n`` stages, plus ``T (T + 3) / 2 + 1``, for ``T``
+    trunk stages.
     """
     trunk_stages = len(join.trunk)
     trunk = trunk_stages * (trunk_stages + 1) // 2 + trunk_stages + 1
@@ -57,7 +58,9 @@ def solve(
     time_limit_s: float = 60.0,
     workers: int = 1,
 ) -> Solution:
-    """Find the fastest memory-persistent schedule within the budget, with proof of optimality.
+    """Find the fastest memory-persistent schedule within the budget by CP-SAT, with proof.
+
+    ``rotor`` defines memory-persistent. A step of a schedule is one operation of one stage.
 
     Args:
         problem: the join, its costs and the budget.
@@ -102,10 +105,10 @@ def _check_sharing(join: Join) -> None:
 
 
 class _Model(JoinSteps):
-    """The model of the schedules of a join, with their time."""
+    """CP-SAT model of the schedules of a join, with their time as objective."""
 
     def minimize_seconds(self) -> None:
-        """Minimize the seconds of forwards and rebuilds. Each backward runs once."""
+        """Set the objective: least seconds of forwards and rebuilds; each backward runs once."""
         longest_s = sum(max(stage.forward_s, stage.rebuild_s) for stage in self.costs)
         durations = [t for stage in self.costs for t in (stage.forward_s, stage.rebuild_s)]
         self.ticks = Ticks.of(durations, total_s=len(self.steps) * longest_s)
@@ -119,12 +122,12 @@ class _Model(JoinSteps):
         )
 
     def bound_s(self, search: CpSolver) -> float:
-        """Return a lower bound in seconds on any schedule."""
+        """Return the lower bound in seconds that a search found for the time of any schedule."""
         bound_s = self.ticks.at_least(search.best_objective_bound, durations=len(self.steps))
         return bound_s + sum(stage.backward_s for stage in self.costs)
 
     def hint(self, ops: tuple[Compute, ...]) -> None:
-        """Start the search from a schedule."""
+        """Give the schedule ``ops`` to the search as its start."""
         ran: set[int] = set()
         index = 0
         for step in self.steps:
@@ -140,14 +143,17 @@ class _Model(JoinSteps):
                 self.cp.add_hint(variable, way == chosen)
 
     def solution(self, search: CpSolver) -> Solved:
-        """Return the best schedule of a search."""
+        """Return the best schedule that a search found."""
         ways = (pair for step in self.steps for pair in _ways(step))
         ops = [op for way, variable in ways if search.boolean_value(variable) for op in way]
         return Solved(Schedule(tuple(ops)), seconds_of(self.costs, ops))
 
 
 def _ways(step: StepVariables) -> Iterator[tuple[tuple[Compute, ...], IntVar]]:
-    """Yield each way to fill a step, and its variable."""
+    """Yield the operations that a step may run, each with the variable that is 1 if it does.
+
+    A rebuild is two operations.
+    """
     for i in range(len(step.none)):
         forward, back = {keep: Forward(i, keep) for keep in Keep}, Backward(i)
         yield (forward[Keep.NONE],), step.none[i]

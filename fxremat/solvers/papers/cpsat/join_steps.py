@@ -22,7 +22,7 @@ class StepVariables:
     Each list has one variable per stage if not stated otherwise.
 
     Attributes:
-        none, ck, all, rebuild, back: whether this operation runs.
+        none, ck, all, rebuild, back: whether this operation runs; a rebuild is ``F_all`` and ``B``.
         done: whether the stage's backward has run.
         kept, saved: whether its boundary and saved set are held.
         flight: by line and boundary, whether the boundary is held only for the next forward.
@@ -43,20 +43,25 @@ class StepVariables:
     ran: IntVar
 
     def forward(self, stage: int) -> LinearExpr:
-        """Return whether the stage's forward runs without its backward."""
+        """Return an expression that is 1 if the stage's forward runs without its backward."""
         return self.none[stage] + self.ck[stage] + self.all[stage]
 
     def any(self, stage: int) -> LinearExpr:
-        """Return whether the stage runs in any way."""
+        """Return an expression that is 1 if the stage runs forward, backward or both."""
         return self.forward(stage) + self.rebuild[stage] + self.back[stage]
 
 
 class JoinSteps:
-    """The model of all memory-persistent schedules of a join of at most ``count`` steps.
+    """CP-SAT model of all memory-persistent schedules of a join of at most ``count`` steps.
+
+    A step is one operation of one stage, or a rebuild with its backward. ``rotor`` defines
+    memory-persistent.
+
+    A step is one operation, or a rebuild with its backward.
 
     Attributes:
         cp: the model.
-        presolved: see ``search.Model``.
+        presolved: whether its coefficients are small enough for presolve, see ``scale``.
         steps: variables of each step.
         budget: variable of the budget in units of ``unit_bytes``.
     """
@@ -108,7 +113,7 @@ class JoinSteps:
             yield stage.rebuild_bytes
 
     def _step(self, k: int, count: int) -> StepVariables:
-        """Return new variables of a step. After the last step there are none for operations."""
+        """Return new variables of step ``k``; without those of operations if ``k`` is ``count``."""
 
         def variables(name: str, length: int) -> list[IntVar]:
             return [self.cp.new_bool_var(f"{name}_{k}_{i}") for i in range(length)]
@@ -128,7 +133,7 @@ class JoinSteps:
         )
 
     def _lines(self) -> Iterator[tuple[int, range]]:
-        """Yield every line and its stages."""
+        """Yield the number of every line and the range of its stages."""
         for line in range(self.trunk + 1):
             yield line, range(self.first[line], self.first[line + 1])
 
@@ -140,7 +145,7 @@ class JoinSteps:
                 self.cp.add(variable == (at == 0 and line < self.trunk))
 
     def _add_valid(self, step: StepVariables) -> None:
-        """Run one operation until all is done, only if what it reads is in memory."""
+        """Add constraints: one operation whose inputs are held runs, until all are done."""
         cp = self.cp
         cp.add(sum(step.any(i) for i in range(self.stages)) == 1 - self._is_finished(step))
         for line, stages in self._lines():
@@ -168,7 +173,12 @@ class JoinSteps:
         return finished
 
     def _sources(self, step: StepVariables, line: int, i: int) -> Iterator[list[IntVar]]:
-        """Yield variables of the places that may hold each part of what stage ``i`` reads."""
+        """Yield, for each boundary that stage ``i`` reads, variables of the ways it may be held.
+
+        Args:
+            line: the line of the stage.
+            i: number of the stage.
+        """
         if i == self.trunk_start:
             for branch, stages in self._lines():
                 if branch < self.trunk:
@@ -187,7 +197,7 @@ class JoinSteps:
             yield step.kept[self.trunk_start]
 
     def _add_persistent(self, step: StepVariables) -> None:
-        """Add the constraints of memory-persistent schedules."""
+        """Add the constraints that schedules are memory-persistent, as ``rotor`` defines it."""
         cp = self.cp
         trunk_readable = self._trunk_is_readable(step)
         for line, stages in self._lines():
@@ -219,7 +229,7 @@ class JoinSteps:
                 self._add_only_the_deepest(step, line, i, forward)
 
     def _ready(self, step: StepVariables, line: int, i: int) -> list[IntVar]:
-        """Return variables that are all 1 if stage ``i``'s backward is next, unless it is done."""
+        """Return variables that are all 1 if the backwards before that of stage ``i`` are done."""
         after = [step.done[i + 1]] if i + 1 < self.first[line + 1] else []
         return after + ([step.done[self.trunk_start]] if line < self.trunk else [])
 
@@ -244,7 +254,7 @@ class JoinSteps:
                 self.cp.add(forward + held - step.done[r] - in_flight <= 1)
 
     def _trunk_is_readable(self, step: StepVariables) -> IntVar:
-        """Return whether memory holds a boundary of the trunk that a remaining backward can use."""
+        """Return a variable that is 1 if a trunk boundary is held that a backward can still use."""
         cp = self.cp
         readable = cp.new_bool_var("")
         for i in range(self.trunk_start, self.stages):
@@ -269,7 +279,7 @@ class JoinSteps:
         return every
 
     def _add_next(self, step: StepVariables, after: StepVariables) -> None:
-        """Add the constraints on what is held after the operation."""
+        """Add the constraints on what is held in ``after``, the step that follows ``step``."""
         cp = self.cp
         for i in range(self.stages):
             back = step.back[i] + step.rebuild[i]
@@ -326,7 +336,10 @@ class JoinSteps:
         self.cp.add(total <= self.budget).only_enforce_if(active)
 
     def _is_held(self, step: StepVariables, line: int, at: int) -> IntVar:
-        """Return whether a boundary is in memory during the operation, unless that writes it."""
+        """Return a variable that is 1 if boundary ``at`` of a line is held during the operation.
+
+        It may be 0 while the operation writes that boundary.
+        """
         stages = range(self.first[line], self.first[line + 1])
         held = self.cp.new_bool_var("")
         if at:

@@ -45,7 +45,8 @@ def solve(
         problem: the chain, its costs, the budget and the link. Without a link nothing moves.
         interruptible: whether transfers may be interrupted, and memory is freed and allocated byte
             by byte.
-        ordered: whether transfers are ordered, see the module. Interruptible ones always are.
+        ordered: whether activations are offloaded in the order of the stages and prefetched in the
+            opposite one, all after the last offload. Interruptible transfers always are.
         time_limit_s: seconds for the search.
         workers: number of CP-SAT's threads.
 

@@ -55,9 +55,12 @@ class RunVariables:
 def add_runs(
     model: CpModel, options: Sequence[int], runs: int, *, persistent: bool
 ) -> list[RunVariables]:
-    """Add variables for every valid sequence of at most ``runs`` runs, and no other; see ``chain``.
+    """Add variables for every valid sequence of at most ``runs`` runs, and return them by run.
 
-    ``options`` are the numbers of ways to run ``F_all`` of each stage.
+    Args:
+        options: number of ways to run ``F_all`` of each stage.
+        runs: number of runs.
+        persistent: whether only memory-persistent schedules are valid.
     """
     count = len(options)
 
@@ -196,7 +199,7 @@ def _add_ends(model: CpModel, every: Sequence[RunVariables]) -> None:
 
 
 def add_hint(model: CpModel, every: Sequence[RunVariables], ops: Sequence[Compute]) -> bool:
-    """Start the search from a schedule.
+    """Give a schedule to the search as its start.
 
     Requires:
         The schedule is valid, and ``F_all`` followed by its ``B`` is a rebuild unless the stage
@@ -225,7 +228,7 @@ def add_hint(model: CpModel, every: Sequence[RunVariables], ops: Sequence[Comput
 
 
 def _variable(run: RunVariables, op: Compute, last: Compute, ran: set[int]) -> IntVar:
-    """Return the variable that is 1 if ``op`` runs in a run that ends with ``last``.
+    """Return the variable of ``run`` that is 1 if it runs ``op`` and ends with ``last``.
 
     ``ran`` are the stages that have run, to which that of ``op`` is added.
     """

@@ -43,7 +43,9 @@ class Ticks:
 
     @staticmethod
     def of(durations_s: Iterable[float | Fraction], *, total_s: float | Fraction) -> Ticks:
-        """Return the unit for these durations.
+        """Return the greatest unit that all durations are multiples of, or a coarser one.
+
+        It is coarser, and durations are rounded, where ``total_s`` would be too many ticks.
 
         Args:
             durations_s: durations in seconds, finite and at least 0.
@@ -62,7 +64,7 @@ class Ticks:
         return Ticks(Fraction(2) ** exponent, False)
 
     def count(self, seconds: float | Fraction) -> int:
-        """Return the ticks of a duration, rounded to the nearest."""
+        """Return the number of ticks that ``seconds`` are, rounded to the nearest."""
         return round(Fraction(seconds) * self.per_s)
 
     def at_least(self, ticks: float, *, durations: int) -> float:
@@ -75,7 +77,7 @@ class Ticks:
         return max(0.0, self.seconds(ticks if self.exact else ticks - durations / 2))
 
     def seconds(self, ticks: float) -> float:
-        """Return the seconds of a number of ticks."""
+        """Return the seconds that a number of ticks are."""
         return float(Fraction(ticks) / self.per_s)
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """The schedules of a problem as variables, with their time as the objective.
+    """A CP-SAT model of the schedules of a problem, with their time as the objective.
 
     Attributes:
         cp: the model.
@@ -23,14 +23,14 @@ class Model(Protocol):
     presolved: bool
 
     def solution(self, search: CpSolver) -> Solved:
-        """Return the best schedule of a search."""
+        """Return the best schedule that a search found."""
 
     def bound_s(self, search: CpSolver) -> float:
-        """Return a lower bound in seconds on any schedule."""
+        """Return the lower bound in seconds that a search found for the time of any schedule."""
 
 
 def new_model() -> CpModel:
-    """Return a model without variables."""
+    """Return a CP-SAT model without variables."""
     from ortools.sat.python import cp_model  # noqa: PLC0415  # takes half a second
 
     return cp_model.CpModel()
@@ -70,7 +70,11 @@ def fastest(search: CpSolver, model: Model, incumbent: Solved | None = None) -> 
 def least_budget(
     search: CpSolver, cp: CpModel, budget: IntVar, unit_bytes: int
 ) -> Infeasible | TimedOut:
-    """Find the least value of a model's variable ``budget``."""
+    """Find the least value of the model's variable ``budget``.
+
+    Returns:
+        ``Infeasible`` with that value in bytes; ``TimedOut`` if the time limit is reached.
+    """
     from ortools.sat.python import cp_model  # noqa: PLC0415  # takes half a second
 
     cp.minimize(budget)

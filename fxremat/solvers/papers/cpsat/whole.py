@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 class WholeModel:
-    """The model of a problem. It minimizes the end of the last backward."""
+    """CP-SAT model of the shortest step whose transfers free and allocate all memory at once.
+
+    The objective is the end of the last backward.
+    """
 
     def __init__(self, line: OffloadChain, *, ordered: bool) -> None:
         self.cp = new_model()
@@ -50,13 +53,13 @@ class WholeModel:
         self.cp.minimize(self.end[-1])
 
     def bound_s(self, search: CpSolver) -> float:
-        """Return a lower bound in seconds on any schedule."""
+        """Return the lower bound in seconds that a search found for the time of any schedule."""
         durations = 4 * (self.count + len(self.moved))
         bound_s = self.ticks.at_least(search.best_objective_bound, durations=durations)
         return max(self.line.compute_s, bound_s)
 
     def solution(self, search: CpSolver) -> Solved:
-        """Return a sequence whose no-wait replay has the times of the search, or earlier ones.
+        """Return a schedule whose replay has the times of the search, or earlier ones.
 
         Prefetches follow the computation in or after which the search placed them. Offloads precede
         whatever acquires memory after they begin.
@@ -160,7 +163,13 @@ class WholeModel:
     def _bound(
         self, everything: int, away: list[tuple[int, IntVar]], where: IntVar | None = None
     ) -> None:
-        """Require enough absent activations for ``everything`` to fit, if ``where`` holds."""
+        """Require that enough activations are absent for the memory at some time to fit the budget.
+
+        Args:
+            everything: bytes held at that time if nothing were offloaded.
+            away: activations, each with a variable that is 1 if it is absent.
+            where: variable that is 1 if the constraint holds; ``None``: it always does.
+        """
         need = -(-(everything - self.line.budget) // self.unit_bytes)
         if need <= 0:
             return
@@ -169,7 +178,10 @@ class WholeModel:
             room.only_enforce_if(where)
 
     def _away_at(self, i: int, c: int, *, running: bool) -> IntVar:
-        """Return a variable that implies that ``i`` is absent when ``c`` starts, or else ends."""
+        """Return a variable that implies that activation ``i`` is absent at computation ``c``.
+
+        It is absent when the computation starts if ``running``, else when it ends.
+        """
         at = self.start[c] if running else self.end[c]
         away = self.cp.new_bool_var(f"away_{i}_{c}_{running}")
         self.cp.add_implication(away, self.goes[i])
@@ -182,7 +194,7 @@ class WholeModel:
         return away
 
     def _away_during(self, j: int, i: int) -> IntVar:
-        """Return a variable that implies that ``j`` is absent while ``i`` is prefetched."""
+        """Return a variable that implies that activation ``j`` is absent while ``i`` comes back."""
         away = self.cp.new_bool_var(f"away_during_{j}_{i}")
         self.cp.add_implication(away, self.goes[j])
         self.cp.add_implication(away, self.goes[i])
@@ -192,7 +204,10 @@ class WholeModel:
 
 
 def _with_frees(ops: list[Op]) -> list[Op]:
-    """Add a ``Free`` where an offloaded activation has been read, and a ``Wait`` before ``B``."""
+    """Return ``ops`` with a ``Free`` and a ``Wait`` for each activation that is offloaded.
+
+    It is freed once it has been read and its offload issued, and waited for before its backward.
+    """
     moved = {op.what for op in ops if isinstance(op, Offload)}
     halves: set[Activations] = set()
     done: list[Op] = []

@@ -57,7 +57,7 @@ def solve(problem: Problem) -> Solution:
 
 
 def _seconds(line: OffloadChain, amounts: Sequence[int]) -> float:
-    """Return the seconds of the schedule that offloads ``amounts``."""
+    """Return the makespan of the schedule that offloads ``amounts[i]`` bytes of ``x_i``."""
     forth = forward_phase(line, amounts, whole=True)
     moved = sum(amounts)
     copied = {t.index: t.end_s for t in forth.transfers}

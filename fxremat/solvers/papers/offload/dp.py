@@ -61,12 +61,14 @@ _MOST_STATES = 1 << 15
 def solve(problem: Problem, *, slots: int = 500, relaxed: bool = False) -> Solution:
     """Offload the set of activations that is best in the fluid model.
 
+    In that model transfers may be interrupted, and free and allocate memory byte by byte.
+
     Args:
         problem: the chain, its costs, the budget and the link. Without a link nothing moves.
         slots: what stays in memory is rounded up to multiples of the budget divided by ``slots``.
             The choice is optimal if that multiple is one byte.
-        relaxed: if true, return the schedule for a fluid replay, and its time in it; else the
-            schedule of whole transfers that moves the same.
+        relaxed: if true, return the schedule with transfers byte by byte, and its time; else the
+            one that moves the same activations, each freed and allocated at once.
 
     Returns:
         ``Solved``, or ``Infeasible`` with the exact least budget, which is that of all schedules
@@ -81,7 +83,7 @@ def solve(problem: Problem, *, slots: int = 500, relaxed: bool = False) -> Solut
 
 
 def _choose(line: OffloadChain, *, slots: int) -> list[int]:
-    """Return the bytes to offload of each activation: all or nothing."""
+    """Return the bytes to offload of each activation, all or nothing, for the shortest step."""
     quantum = quantum_bytes(line.budget, slots=slots)
     everything = [size if i in line.movable else 0 for i, size in enumerate(line.sizes)]
     simple = [eager(line, rounded=True), everything]
@@ -99,12 +101,14 @@ def _fluid_s(line: OffloadChain, amounts: list[int]) -> float:
 
 
 class _States(NamedTuple):
-    """States after a stage; each array has an entry per state.
+    """States of the dynamic program after a stage; each array has an entry per state.
+
+    The symbols are those of Algorithm 1 of Beaumont, Eyraud-Dubois, Shilova (2019).
 
     Attributes:
-        kept: ``K`` in slots.
-        forth, back: ``Δ_F`` and ``Δ_B`` in bytes.
-        idle_s: ``IDLE``.
+        kept: ``K``, slots of earlier activations that stay in device memory.
+        forth, back: ``Δ_F`` and ``Δ_B``, bytes still to offload and to prefetch.
+        idle_s: ``IDLE``, idle seconds of the operations so far.
         parent: index of the preceding state, among those of the stage before.
         moved: whether the last activation is offloaded.
     """
@@ -117,14 +121,14 @@ class _States(NamedTuple):
     moved: NDArray[np.bool_]
 
     def only(self, which: Ints | NDArray[np.bool_]) -> _States:
-        """Return the states with these indices, or where this mask is true."""
+        """Return the states with the indices ``which``, or where the mask ``which`` is true."""
         return _States._make(values[which] for values in self)
 
 
 def search(
     line: OffloadChain, quantum: int, *, below_s: float = float("inf")
 ) -> tuple[float, list[int]] | None:
-    """Run Algorithm 1.
+    """Find what to offload, by Algorithm 1 of Beaumont, Eyraud-Dubois, Shilova (2019).
 
     Args:
         line: the chain.
@@ -163,10 +167,11 @@ def search(
 def _run(
     line: OffloadChain, i: int, states: _States, quantum: int
 ) -> tuple[_States, Floats, Floats]:
-    """Run ``F_i`` and ``B_i`` from every state that allows them, with ``ε`` added to ``idle_s``.
+    """Run forward and backward of stage ``i`` from every state in which both fit.
 
-    Returns the states, the bytes moved until the end of ``F_i``, and those from the start of
-    ``B_i``.
+    Returns:
+        The states with idle seconds added to ``idle_s``, and for each of them the bytes that the
+        link can move until the end of the forward, and from the start of the backward.
     """
     kept = states.kept * quantum
     forward_room = line.budget - line.forward_bytes[i] - kept
@@ -185,7 +190,7 @@ def _run(
 
 
 def _extended(line: OffloadChain, i: int, states: _States, quantum: int) -> _States:
-    """Return the states after ``x_i`` is kept, and after it is offloaded."""
+    """Return the states after stage ``i`` if activation ``x_i`` is kept, and if it is offloaded."""
     base, forward_moved, backward_moved = _run(line, i, states, quantum)
     size = line.sizes[i]
     stays = base._replace(
@@ -204,7 +209,12 @@ def _extended(line: OffloadChain, i: int, states: _States, quantum: int) -> _Sta
 
 
 def _thinned(states: _States, backlog_s: Floats, quantum: int) -> _States:
-    """Keep at most ``_MOST_STATES``: in each cell of ``K``, ``Δ_F``, ``Δ_B`` the least loaded."""
+    """Return at most ``_MOST_STATES`` of the states.
+
+    Of states with equal slots of ``K``, ``Δ_F`` and ``Δ_B`` the one is kept with the least sum of
+    idle seconds and ``backlog_s``, the seconds to move what is left. Slots of ``Δ`` are doubled
+    until few enough remain.
+    """
     cell = quantum
     while states.kept.size > _MOST_STATES:
         forth, back = np.floor(states.forth / cell), np.floor(states.back / cell)
@@ -217,7 +227,10 @@ def _thinned(states: _States, backlog_s: Floats, quantum: int) -> _States:
 
 
 def _totals(line: OffloadChain, states: _States, quantum: int) -> Floats:
-    """Return ``IDLE`` of whole schedules, including the stages without a decision, and ``ε_G``."""
+    """Return for each state the idle seconds of the whole step; infinite where it does not fit.
+
+    They include the stages without a decision, and the time between the phases (``ε_G``).
+    """
     index = np.arange(states.kept.size)
     totals = np.full(states.kept.size, np.inf)
     decided = len(line.movable)
@@ -254,7 +267,12 @@ def _undominated(
 ) -> Ints:
     """Return the indices of states that no other of equal ``kept`` dominates.
 
-    States must be sorted by ``kept`` and ``idle_s``.
+    A state dominates another if it has no more left to move after idling as long as the other.
+
+    Args:
+        kept, forth, back, idle_s: arrays of the states, sorted by ``kept`` and ``idle_s``.
+        offload_rate: bytes per second from the device to the host.
+        rate: bytes per second from the host to the device.
     """
     count = kept.size
     indices = np.empty(count, dtype=np.int64)

@@ -25,8 +25,9 @@ def solve(problem: Problem, *, relaxed: bool = False) -> Solution:
 
     Args:
         problem: the chain, its costs, the budget and the link. Without a link nothing moves.
-        relaxed: if true, the last of them is moved in part, and the schedule is for a fluid replay,
-            in which it is optimal. Else it is moved entirely, and the schedule has whole transfers.
+        relaxed: if true, the last of them is moved in part, and the schedule is optimal where
+            transfers free and allocate memory byte by byte. Else it is moved entirely, and each
+            transfer frees or allocates all its memory at once.
 
     Returns:
         ``Solved``, or ``Infeasible`` with the exact least budget, which is that of all schedules
@@ -39,7 +40,10 @@ def solve(problem: Problem, *, relaxed: bool = False) -> Solution:
 
 
 def eager(line: OffloadChain, *, rounded: bool) -> list[int]:
-    """Return the bytes to offload of each activation."""
+    """Return the bytes to offload of each activation: the first ones, as many as the budget lacks.
+
+    If ``rounded``, the last of them is offloaded entirely, else in part.
+    """
     left = line.peak_bytes - line.budget
     amounts = []
     for size in line.sizes:

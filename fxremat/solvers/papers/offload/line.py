@@ -20,7 +20,10 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class OffloadChain:
-    """A chain of ``L`` stages in the paper's terms; sizes in bytes.
+    """A chain of ``L`` stages in the terms of Beaumont, Eyraud-Dubois, Shilova (2019), in bytes.
+
+    Activation ``x_0`` is boundary 0, and ``x_{i+1}`` is saved set ``i``. ``F_i`` and ``B_i`` are
+    forward and backward of stage ``i``.
 
     Attributes:
         sizes: ``L + 1`` sizes ``|x_i|``.
@@ -56,17 +59,17 @@ class OffloadChain:
 
     @property
     def most_backward_bytes(self) -> tuple[int, ...]:
-        """Return the greater of what is held during ``B_i`` and after it."""
+        """For each stage the greater of ``backward_bytes`` and ``after_backward_bytes``."""
         return tuple(map(max, self.backward_bytes, self.after_backward_bytes))
 
     @property
     def running(self) -> list[int]:
-        """Return the bytes during each of the ``2 L`` computations, if nothing is offloaded."""
+        """Bytes held during each of the ``2 L`` computations, if nothing is offloaded."""
         return [*self.totals(self.forward_bytes), *reversed(self.totals(self.backward_bytes))]
 
     @property
     def after(self) -> list[int]:
-        """Return the bytes after each of the computations, if nothing is offloaded."""
+        """Bytes held right after each of the ``2 L`` computations, if nothing is offloaded."""
         return [
             *self.totals(self.after_forward_bytes),
             *reversed(self.totals(self.after_backward_bytes)),
@@ -74,7 +77,7 @@ class OffloadChain:
 
     @property
     def movable(self) -> range:
-        """Return the range of activations that may be worth moving.
+        """Indices of the activations that may be worth moving.
 
         ``x_L`` and ``x_{L-1}`` are needed by ``F_{L-1}``, and next by ``B_{L-1}``.
         """
@@ -82,20 +85,26 @@ class OffloadChain:
 
     @property
     def peak_bytes(self) -> int:
-        """Return ``M_peak``, the greatest sum of device and host memory."""
+        """Greatest sum of device and host memory in bytes, ``M_peak``."""
         return max(*self.totals(self.forward_bytes), *self.totals(self.most_backward_bytes))
 
     def totals(self, nbytes: tuple[int, ...]) -> list[int]:
-        """Return ``m_F`` or ``m_B``: ``nbytes`` of each stage with ``x_0 … x_{i-1}`` added."""
+        """Return the bytes of each stage's operation if nothing is offloaded.
+
+        They are ``nbytes`` of each stage, such as ``forward_bytes``, plus ``x_0 … x_{i-1}``.
+        """
         return [n + m for n, m in zip(nbytes, self.before, strict=False)]
 
     def away(self, nbytes: tuple[int, ...]) -> list[int]:
-        """Return how many bytes must be on the host only, for operations that hold ``nbytes``."""
+        """Return for each stage's operation how many bytes have to be on the host only.
+
+        If it is negative, none have to. ``nbytes`` are as in ``totals``.
+        """
         return [m - self.budget for m in self.totals(nbytes)]
 
     @property
     def least_budget_bytes(self) -> int:
-        """Return the least budget of any schedule, however long it takes.
+        """Least budget in bytes of any schedule, however long it takes.
 
         Whatever an operation does not need can be on the host, both for whole and for interruptible
         transfers: nothing has to be back before the previous operation is done.
@@ -106,12 +115,12 @@ class OffloadChain:
 
     @property
     def compute_s(self) -> float:
-        """Return the seconds of all computations."""
+        """Seconds of all computations together."""
         return sum(self.forward_s) + sum(self.backward_s)
 
 
 def line_of(problem: Problem) -> OffloadChain:
-    """Return the numbers of a problem.
+    """Return the chain, costs, budget and link of a problem as an ``OffloadChain``.
 
     Raises:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
@@ -151,7 +160,7 @@ def line_of(problem: Problem) -> OffloadChain:
 
 
 def activations(index: int) -> Activations:
-    """Return ``x_index`` as activations of a schedule."""
+    """Return what a transfer of activation ``x_index`` moves: boundary 0, or a saved set."""
     return Activations(Part.SAVED, index - 1) if index else Activations(Part.INPUT, 0)
 
 

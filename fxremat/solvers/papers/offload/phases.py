@@ -52,7 +52,7 @@ What the link moves in that time has to stay below what a fluid replay treats as
 
 @dataclass(frozen=True, slots=True)
 class Transferred:
-    """A transfer of ``nbytes`` of ``x_index``."""
+    """A transfer of ``nbytes`` of activation ``x_index``, from ``begin_s`` to ``end_s``."""
 
     index: int
     begin_s: float
@@ -62,14 +62,14 @@ class Transferred:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Start of each operation and the transfers, in the phase's own time.
+    """Times of the forwards and offloads, or reversed in time, of the backwards and prefetches.
 
     Attributes:
         starts: starts of the operations, in order.
         end_s: end of the last operation.
         transfers: transfers, in order.
         moved: for each transfer the bytes moved by it and all before it.
-        whole: whether transfers are whole.
+        whole: whether a transfer frees or allocates all its memory at once.
     """
 
     starts: tuple[float, ...]
@@ -80,17 +80,20 @@ class Phase:
 
     @property
     def transferred_s(self) -> float:
-        """Return the end of the last transfer."""
+        """Seconds from the start of the phase to the end of its last transfer."""
         return self.transfers[-1].end_s if self.transfers else 0.0
 
     def reaches(self, nbytes: float) -> float:
-        """Return when ``nbytes`` have been moved, or the end if rounding makes the total less."""
+        """Return at how many seconds ``nbytes`` have been moved.
+
+        Where rounding makes the total less, return the end of the last transfer.
+        """
         return _reached(self.transfers, self.moved, nbytes, whole=self.whole)
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadTimes:
-    """The times of a whole step: starts in seconds, transfers in order of time.
+    """Times of a whole step in seconds, with transfers in order of time.
 
     Attributes:
         forwards, backwards: start of each ``F_i`` and ``B_i``.
@@ -105,9 +108,14 @@ class OffloadTimes:
 
 
 def plan(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> OffloadTimes | None:
-    """Return the ordered no-wait schedule that offloads ``amounts[i]`` bytes of ``x_i``.
+    """Return the times of a step that offloads ``amounts[i]`` bytes of activation ``x_i``.
 
-    ``None`` if that is not enough for some operation, however long it waits. ``O(L log L)``.
+    They are those of the ordered no-wait schedule, see the module. ``None`` if the amounts are not
+    enough for some operation, however long it waits. ``O(L log L)``.
+
+    Args:
+        amounts: bytes to offload of each activation.
+        whole: whether a transfer frees or allocates all its memory at once, else byte by byte.
     """
     forward_away, backward_away = line.away(line.forward_bytes), line.away(line.most_backward_bytes)
     if not suffices(line, amounts):
@@ -139,7 +147,10 @@ def plan(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Offloa
 
 
 def suffices(line: OffloadChain, amounts: Sequence[float]) -> bool:
-    """Return whether offloading ``amounts`` makes every operation fit, if it waits."""
+    """Return whether every operation fits the budget after offloading ``amounts[i]`` of ``x_i``.
+
+    An operation may wait for offloads as long as it must.
+    """
     moved = 0.0
     for i, away in enumerate(
         zip(line.away(line.forward_bytes), line.away(line.most_backward_bytes), strict=True)
@@ -151,13 +162,19 @@ def suffices(line: OffloadChain, amounts: Sequence[float]) -> bool:
 
 
 def forward_phase(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Phase:
-    """Return the times of forwards and offloads. The offloads must suffice for every forward."""
+    """Return the times of the forwards and of the offloads of ``amounts``.
+
+    The offloads must suffice for every forward.
+    """
     away = line.away(line.forward_bytes)
     return _no_wait(line.forward_s, away, amounts, line.offload_rate, whole=whole, during=True)
 
 
 def first_prefetch_s(line: OffloadChain, forth: Phase) -> float:
-    """Return when the first prefetch can start: when what it moves has been copied and read."""
+    """Return the seconds at which the first prefetch can start.
+
+    By then what it moves has been copied to the host and read by its forward.
+    """
     if not forth.transfers:
         return 0.0
     last = forth.transfers[-1].index
@@ -173,14 +190,14 @@ def _no_wait(
     whole: bool,
     during: bool,
 ) -> Phase:
-    """Run the operations in order, each as early as ``away`` allows.
+    """Return the times of operations in order, each as early as ``away`` allows.
 
     Args:
         seconds: time of each operation.
         away: bytes that must have been moved before each operation.
         amounts: bytes of each operation to move. They count as moved for later operations only.
         rate: bytes per second.
-        whole: whether transfers are whole.
+        whole: whether a transfer frees or allocates all its memory at once.
         during: whether ``amounts[i]`` can be moved from the start of operation ``i`` on, else from
             its end on.
     """
@@ -203,7 +220,12 @@ def _no_wait(
 def _reached(
     transfers: Sequence[Transferred], moved: Sequence[float], nbytes: float, *, whole: bool
 ) -> float:
-    """Return when ``transfers`` have moved ``nbytes``."""
+    """Return at how many seconds ``transfers`` have moved ``nbytes``.
+
+    Args:
+        moved: for each transfer the bytes moved by it and all before it.
+        whole: whether a transfer counts only when it is done.
+    """
     if nbytes <= 0:
         return 0.0
     at = min(bisect_left(moved, nbytes), len(moved) - 1)
@@ -217,9 +239,14 @@ def _reached(
 def solve_by(
     problem: Problem, amounts_of: Callable[[OffloadChain], Sequence[float]], *, whole: bool
 ) -> Solved | Infeasible:
-    """Return the ordered no-wait schedule that offloads what ``amounts_of`` returns.
+    """Return the schedule that offloads what ``amounts_of`` returns, and its time.
 
-    ``amounts_of`` returns bytes of each activation, which suffice if the budget is feasible.
+    It is ordered and no-wait, see the module. ``Infeasible`` if the budget is too small.
+
+    Args:
+        problem: the chain, its costs, the budget and the link.
+        amounts_of: returns the bytes to offload of each activation, which have to suffice.
+        whole: whether a transfer frees or allocates all its memory at once, else byte by byte.
 
     Raises:
         ValueError: a storage crosses two cuts, or the sizes are too large to add up.
@@ -231,7 +258,10 @@ def solve_by(
 
 
 def schedule_offloads(line: OffloadChain, amounts: Sequence[float], *, whole: bool) -> Solved:
-    """Return the ordered no-wait schedule that offloads ``amounts``, which must suffice.
+    """Return the schedule that offloads ``amounts[i]`` bytes of activation ``x_i``, and its time.
+
+    It is ordered and no-wait, see the module. The amounts must suffice. ``whole`` is whether a
+    transfer frees or allocates all its memory at once, else byte by byte.
 
     Prefetches follow the last computation that starts before them. So they take no memory that this
     computation needs, and the next one need not wait for them to start. A fluid prefetch is split
@@ -254,9 +284,10 @@ def schedule_offloads(line: OffloadChain, amounts: Sequence[float], *, whole: bo
 def sequence(
     line: OffloadChain, amounts: Sequence[float], back: Sequence[Sequence[Op]]
 ) -> Schedule:
-    """Return all computations, with the operations of ``back`` after each.
+    """Return the schedule of all computations that offloads ``amounts[i]`` bytes of ``x_i``.
 
-    ``x_i`` is offloaded and freed after ``F_i``.
+    ``x_i`` is offloaded and freed after ``F_i``. Operations ``back[c]``, the prefetches, follow
+    computation ``c``.
     """
     ops: list[Op] = []
     for i in range(len(line)):
@@ -275,7 +306,11 @@ def sequence(
 def _cuts(
     t: Transferred, starts: list[float], slack: float
 ) -> Iterator[tuple[float, float | None]]:
-    """Split a prefetch at starts of computations into begins and bytes (``None`` for the last)."""
+    """Yield begin and bytes of the parts of a prefetch that is split where computations start.
+
+    The bytes of the last part are ``None``, for all that is left. Parts are longer than ``slack``
+    seconds.
+    """
     begin_s = t.begin_s
     for start in starts[bisect_right(starts, begin_s + slack) :]:
         if start >= t.end_s - slack:

@@ -21,7 +21,9 @@ from fxremat.solvers.papers.offload.phases import plan, solve_by
 
 
 def solve(problem: Problem) -> Solution:
-    """Find the fastest schedule of all thresholds.
+    """Offload the activations whose forwards take longest per byte.
+
+    It finds the fastest schedule among all thresholds of seconds per byte.
 
     Args:
         problem: the chain, its costs, the budget and the link. Without a link nothing moves.
@@ -46,7 +48,7 @@ def _fastest(line: OffloadChain) -> list[int]:
 
 
 def ratios(line: OffloadChain) -> dict[int, float]:
-    """Return the seconds that each movable activation's next forward takes, per byte of it."""
+    """Return, by movable activation, the seconds of the forward that reads it next, per byte."""
     return {i: line.forward_s[i] / line.sizes[i] for i in line.movable if line.sizes[i]}
 
 

@@ -92,14 +92,14 @@ _LONG = 12
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a search.
+    """The result of a search of ``explore``.
 
     Attributes:
         problem: the problem.
         plans: the successive best plans of the search, the best one last.
         without_transfers: the schedule without offloading; ``None`` if there is none.
-        seconds: time of the best plan in the supplement's model, with fluid transfers, none across
-            the loss point.
+        seconds: time of the best plan in the model of the paper's supplement, with fluid transfers,
+            none across the loss point.
         bound_s: no schedule of that model takes less, for sizes in slots. A schedule whose offloads
             continue after the loss point may (``whole`` allows that), and so may one that is not
             memory-persistent.
@@ -115,7 +115,7 @@ class Outcome:
     exact: bool
 
     def fluid(self) -> Solved:
-        """Return the best schedule with fluid transfers.
+        """Return the fastest schedule found with fluid transfers, which move memory byte by byte.
 
         It is that of the supplement's model, or ``whole`` if that is faster. A fluid transfer frees
         memory no later, and allocates it no earlier, than a whole one that runs at the same time.
@@ -131,7 +131,7 @@ class Outcome:
         return min(candidates, key=lambda solved: solved.makespan_s)
 
     def whole(self, budget_bytes: int | None = None) -> Solved:
-        """Return the best schedule of all plans with whole transfers.
+        """Return the fastest schedule of all plans if transfers free and allocate all at once.
 
         Args:
             budget_bytes: a budget that is at least the problem's; ``None``: the problem's. Whole
@@ -158,7 +158,9 @@ class Outcome:
 def solve(
     problem: Problem, *, slots: int = 50, labels: int = 600, relaxed: bool = False
 ) -> Solution:
-    """Find the fastest memory-persistent schedule with offloading.
+    """Find the fastest memory-persistent schedule that recomputes and offloads.
+
+    The model is that of the supplement of Beaumont, Eyraud-Dubois, Shilova (NeurIPS 2021).
 
     It is optimal in the supplement's model, for sizes in slots, unless labels were dropped because
     a node had more than ``labels`` (see ``Outcome.exact``). It is never slower than ``rotor`` with
@@ -173,7 +175,7 @@ def solve(
         problem: the chain, its costs, the budget and the link.
         slots: sizes after the loss point are rounded up to multiples of the budget divided by
             ``slots``.
-        labels: maximum number of labels at a node.
+        labels: maximum number of labels (partial plans) at a node.
         relaxed: if true, return the optimum with fluid transfers, or a schedule for whole ones
             where that is faster, see ``Outcome.fluid``. Else return a schedule for whole transfers,
             and its time with them: the fastest of all plans that were the best so far during the
@@ -194,7 +196,10 @@ def solve(
 
 
 def explore(problem: Problem, *, slots: int = 50, labels: int = 600) -> Outcome | Infeasible:
-    """Run the search of ``solve``, with the same arguments and errors."""
+    """Run the search of ``solve``, and return its plans and bounds.
+
+    Arguments and errors are those of ``solve``. ``Infeasible`` has the least budget, as there.
+    """
     slots = whole_count(slots, name="slots")
     labels = whole_count(labels, name="labels")
     sweep = build(problem, slots=slots)
@@ -220,7 +225,10 @@ def explore(problem: Problem, *, slots: int = 50, labels: int = 600) -> Outcome 
 
 
 def _without_transfers(problem: Problem, slots: int) -> Solved | None:
-    """Return rotor's schedule. More slots cost it little, and a plan must not be slower than it."""
+    """Return rotor's fastest schedule with ``slots`` or more slots; ``None`` if none fits.
+
+    More slots cost it little, and a plan must not be slower than it.
+    """
     solutions = [rotor.solve(problem, slots=n) for n in {slots, max(slots, ROTOR_SLOTS)}]
     solved = [solution for solution in solutions if isinstance(solution, Solved)]
     return min(solved, key=lambda solution: solution.makespan_s, default=None)
@@ -235,8 +243,17 @@ def _search(
     slack: float,
     recompute: bool,
 ) -> int:
-    """Search once, add the plan to ``plans`` if it is the best so far, and return labels
-    dropped.
+    """Search once, and add the plan to ``plans`` if it is the best so far.
+
+    Args:
+        limits: the bounds, and the best time so far, which is lowered.
+        plans: plans found so far.
+        labels: maximum number of labels at a node.
+        slack: share of the best time by which a label may be worse and still dominate another.
+        recompute: whether plans may recompute.
+
+    Returns:
+        The number of labels dropped because of ``labels``.
     """
     slack_s = slack * float(limits.best_s[0]) / sweep.numbers.gradient.size
     limits = limits._replace(slack_s=slack_s)

@@ -21,9 +21,10 @@ from fxremat.solvers.papers.pofo.sweep import Limits, Sweep
 
 @njit(cache=True, nogil=True)
 def fill_bounds(sweep: Sweep, limits: Limits, begin: int, stride: int, node: int) -> None:
-    """Fill the bounds of one node for the slots ``begin, begin + stride, …``.
+    """Fill the lower bounds of what follows one node, for slots ``begin, begin + stride, …``.
 
-    Memory is rounded in favor of what follows.
+    Node ``2 i + x`` is the start of stage ``i``, see ``sweep``. Memory is rounded in favor of what
+    follows.
 
     Requires:
         The bounds of all later nodes are filled.
@@ -46,7 +47,7 @@ def _lower(
     takes: tuple[float, float, float, float],
     following: tuple[int, int],
 ) -> None:
-    """Lower the bound of ``node`` at ``m`` slots to that of a step and the ``following`` bound.
+    """Lower the bound of ``node`` at ``m`` slots to that of a step plus the ``following`` bound.
 
     The step ``takes`` seconds of forwards, backwards, an offload and a prefetch. ``following`` is
     the next node and its free slots; a node of -1 is the end.
@@ -114,7 +115,10 @@ def _bound_ck(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
 
 @njit(inline="always")
 def _least_work(sweep: Sweep, s: int, cut: int, m: int) -> float:
-    """Return the least work of all sequences of ``(s, cut - 1)`` that may fit ``m`` slots."""
+    """Return the least seconds to run stages ``s … cut - 1`` backward that may fit ``m`` slots.
+
+    Recomputation is included, transfers are not; infinite if nothing fits.
+    """
     fronts = sweep.fronts
     row = row_of(s, cut - 1, fronts.numbers.gradient.size)
     best = np.inf

@@ -30,7 +30,9 @@ _MOST_THREADS = 8
 
 
 def build(problem: Problem, *, slots: int) -> Sweep:
-    """Return the arrays that the search works on, except for its labels.
+    """Return a problem as the arrays that the search works on, without its labels.
+
+    Labels are the partial plans of a search.
 
     ``O(L³ slots width²)`` time, less where fronts are short.
 
@@ -79,9 +81,10 @@ def available(problem: Problem) -> int:
 
 
 def movable_bytes(chain: Chain, numbers: Numbers) -> Ints:
-    """Return ``Sweep.moves``: only what shares no storage with another boundary may move.
+    """Return the bytes of each stage's input that may be offloaded, -1 where it has to stay.
 
-    Such a value is disjoint from everything else that is held, so moving it frees all of it.
+    They are ``Sweep.moves``. Only what shares no storage with another boundary may move: such a
+    value is disjoint from everything else that is held, so moving it frees all of it.
     """
     count = len(chain)
     boundaries = [set(ids) for ids in chain.boundaries]
@@ -98,7 +101,12 @@ def movable_bytes(chain: Chain, numbers: Numbers) -> Ints:
 def _lags(
     numbers: Numbers, peaks: Ints, *, out_s: float, back_s: float
 ) -> tuple[Floats, Floats, Ints]:
-    """Return ``Fronts.sweep_lag``, ``Sweep.out_lag`` and ``Sweep.rest``."""
+    """Return the arrays ``Fronts.sweep_lag``, ``Sweep.out_lag`` and ``Sweep.rest``.
+
+    Args:
+        peaks: ``Sweep.peaks``.
+        out_s, back_s: seconds to offload and to prefetch a byte.
+    """
     count = numbers.gradient.size
     prefix = numbers.prefix_s
     sweep_lag = np.zeros((count, count + 1))
@@ -114,7 +122,7 @@ def _lags(
 
 
 def _without_last(numbers: Numbers) -> Numbers:
-    """Return the chain without the last stage, which never runs again after the loss point.
+    """Return a chain's arrays without its last stage, which never reruns after the loss point.
 
     Save options are left out as well.
     """
@@ -174,5 +182,8 @@ def _filled_fronts(
 
 
 def crew_of(stages: int) -> Crew:
-    """Return threads for a chain; none for a short one, where they cost more than they save."""
+    """Return threads for a chain of this many stages.
+
+    A short chain has none, since they would cost more than they save.
+    """
     return Crew(most=_MOST_THREADS if stages >= _SHARED_STAGES else 1)

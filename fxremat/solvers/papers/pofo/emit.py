@@ -10,7 +10,7 @@ from fxremat.solvers.papers.pofo.steps import Computation, Computations
 
 
 class _Times(NamedTuple):
-    """Times of one phase from its begin; of the phase after the loss point, from its end.
+    """Times of one phase in seconds from its begin; after the loss point, back from its end.
 
     Attributes:
         begins: begin of each step.
@@ -31,7 +31,9 @@ def _follow(
     *,
     ready: bool,
 ) -> _Times:
-    """Run steps as early as memory allows, freeing what is copied while it is copied.
+    """Return the times of steps that run as early as memory allows.
+
+    What is copied is freed while it is copied.
 
     Args:
         steps: the steps.
@@ -69,13 +71,16 @@ def _times_of_phases(plan: Computations, budget: int, link: Link | None) -> tupl
 
 
 def fluid_seconds(plan: Computations, budget: int, link: Link | None) -> float:
-    """Return the time of a plan with fluid transfers, the two phases one after the other."""
+    """Return the seconds of a plan with fluid transfers, which move memory byte by byte.
+
+    The phases before and after the loss point do not overlap.
+    """
     ahead, back = _times_of_phases(plan, budget, link)
     return ahead.seconds + back.seconds
 
 
 def fluid_schedule(plan: Computations, budget: int, link: Link | None) -> Schedule:
-    """Return the schedule that takes ``fluid_seconds`` when it is replayed without waiting.
+    """Return the schedule of a plan that takes ``fluid_seconds`` in a no-wait replay.
 
     Offloads follow their readers, and start as soon as they can. A prefetch that starts as soon as
     it can would take memory from computations that should come first. So with all prefetches as
@@ -113,7 +118,13 @@ def _first_sweep(plan: Computations) -> Iterator[Op]:
 def _parts(
     plan: Computations, times: _Times, link: Link | None
 ) -> dict[tuple[int, int], list[Prefetch]]:
-    """Return the parts of prefetches by step and by the number of its operations before them."""
+    """Return the parts of prefetches by where they start.
+
+    The key is the index of a step after the loss point, and how many of its operations come first.
+
+    Args:
+        times: times of the phase after the loss point, from its end.
+    """
     parts: dict[tuple[int, int], list[Prefetch]] = {}
     if link is None:
         return parts
@@ -137,14 +148,14 @@ def _parts(
 
 
 def _begun(step: Computation, at: int, left_s: float) -> int:
-    """Return how many operations of a step have begun ``left_s`` seconds before its end."""
+    """Return how many operations of step ``at`` have begun ``left_s`` seconds before its end."""
     if left_s > step.seconds:
         return 0 if at else 1  # see ``fluid_schedule``
     return len(step.ops) if left_s <= step.seconds - step.first_s else 1
 
 
 def whole_schedule(plan: Computations, budget: int, link: Link | None) -> tuple[Schedule, float]:
-    """Return the plan with whole transfers, and its time without waiting.
+    """Return the schedule of a plan with whole transfers, and its seconds in a no-wait replay.
 
     An offload frees everything at its end, a prefetch allocates everything at its start. A prefetch
     starts when its lane is free, the last stage's forward is done, and its memory is available
@@ -159,7 +170,7 @@ def whole_schedule(plan: Computations, budget: int, link: Link | None) -> tuple[
 
 
 class _Whole:
-    """Follows a plan with whole transfers, and places the prefetches."""
+    """Follows a plan in time with whole transfers, and places the prefetches."""
 
     def __init__(self, plan: Computations, budget: int, link: Link) -> None:
         self.plan = plan
@@ -177,7 +188,7 @@ class _Whole:
 
     @property
     def seconds(self) -> float:
-        """Return the end of all operations."""
+        """Seconds from the start of the step to the end of all operations."""
         return max(self.now, self.out, self.back)
 
     def run(self) -> None:
@@ -221,7 +232,7 @@ class _Whole:
         self.ops += [Offload(value.what), Free(value.what)]
 
     def _starts(self, k: int, at: int) -> bool:
-        """Return whether value ``k`` is prefetched before step ``at``."""
+        """Return whether the prefetch of moved value ``k`` is placed before step ``at``."""
         value = self.plan.moved[k]
         if value.needed == at:
             return True

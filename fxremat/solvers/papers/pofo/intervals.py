@@ -33,7 +33,11 @@ _NOTHING = (-1.0, -1.0)
 
 
 class Fronts(NamedTuple):
-    """The fronts of all intervals, at every number of free slots.
+    """Pareto fronts of all intervals of stages, at every number of free slots.
+
+    A front has the sequences of operations that no other beats in both ``work``, their seconds with
+    recomputation, and ``lag``: with ``Δ`` bytes to prefetch by their end and ``free`` bytes free,
+    they take ``max(work, lag + (Δ - free) * byte_s)`` seconds.
 
     Attributes:
         numbers: the chain.
@@ -42,11 +46,11 @@ class Fronts(NamedTuple):
         sweep_lag: ``(L, L + 1)``, ``lag`` of the forwards ``s … s' - 1`` without gradient.
         most_s: ``(L,)``, seconds to prefetch all that may be missing while ``(s, ·)`` runs.
         work: ``(L (L + 1) / 2, slots + 1, width)`` seconds, ascending.
-        lag: the same shape, seconds, descending.
+        lag: seconds, descending, of the same shape as ``work``.
         size: ``(L (L + 1) / 2, slots + 1)``, number of sequences of a front.
         lost: ``(L (L + 1) / 2,)``, number of sequences dropped because of ``width``.
         least: the sequences of least memory in bytes, for budgets that slots are too coarse for.
-        least_lag: ``(L, L)``, their lags.
+        least_lag: ``(L, L)``, lags of the sequences of least memory.
     """
 
     numbers: Numbers
@@ -64,7 +68,10 @@ class Fronts(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def _insert(work: Floats, lag: Floats, size: int, new_work: float, new_lag: float) -> int:
-    """Insert a sequence into a front with space for one more, and return the new size."""
+    """Insert an entry into a Pareto front unless it is dominated, and return the front's new size.
+
+    Entries that it dominates are dropped. ``work`` and ``lag`` have space for one more.
+    """
     at = 0
     while at < size and work[at] < new_work:
         at += 1
@@ -91,7 +98,10 @@ def _insert(work: Floats, lag: Floats, size: int, new_work: float, new_lag: floa
 
 @njit(cache=True, nogil=True)
 def _thin(work: Floats, lag: Floats, size: int) -> int:
-    """Drop the sequence without which the envelope rises least, but never the first or last."""
+    """Drop an entry of a Pareto front, and return the front's new size.
+
+    It is the one without which the least time of the front rises least, never the first or last.
+    """
     best = 1
     best_s = np.inf
     for k in range(1, size - 1):
@@ -107,7 +117,7 @@ def _thin(work: Floats, lag: Floats, size: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _is_dominated(work: Floats, lag: Floats, size: int, new_work: float, new_lag: float) -> bool:
-    """Return whether a sequence of the front is no worse in both work and lag."""
+    """Return whether an entry of the front has at most the work and the lag of the new one."""
     for k in range(size):
         if work[k] > new_work:
             return False
@@ -118,7 +128,15 @@ def _is_dominated(work: Floats, lag: Floats, size: int, new_work: float, new_lag
 
 @njit(inline="always")
 def _of_all(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tuple[float, float]:
-    """Return work and lag of ``F_all s``, a sequence of ``(s + 1, t)``, and ``B s``."""
+    """Return work and lag of a sequence that runs stage ``s`` around one of stages ``s + 1 … t``.
+
+    The forward of stage ``s`` keeps its saved set until its backward.
+
+    Args:
+        fronts: the fronts, with definitions of work and lag.
+        s, t: the interval.
+        work, lag: those of the sequence between.
+    """
     n = fronts.numbers
     byte_s = fronts.byte_s
     forward_s = n.prefix_s[s + 1] - n.prefix_s[s]
@@ -133,7 +151,7 @@ def _of_all(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tuple[fl
 def _front(
     fronts: Fronts, s: int, t: int, m: int, want: tuple[float, float], work: Floats, lag: Floats
 ) -> tuple[int, int, int, int]:
-    """Compute the front of ``(s, t)`` with ``s < t``, or explain an entry of it.
+    """Compute the Pareto front of stages ``s … t``, or explain how an entry of it is composed.
 
     Args:
         fronts: fronts of all shorter intervals.
@@ -197,7 +215,7 @@ def _front(
 
 @njit(cache=True, nogil=True)
 def fill_fronts(fronts: Fronts, distance: int, begin: int, stride: int) -> None:
-    """Fill the intervals ``(s, s + distance)`` with ``s = begin, begin + stride, …``.
+    """Fill the fronts of intervals ``(s, s + distance)`` with ``s = begin, begin + stride, …``.
 
     Requires:
         All shorter intervals are filled.
@@ -221,10 +239,17 @@ def fill_fronts(fronts: Fronts, distance: int, begin: int, stride: int) -> None:
 
 @njit(cache=True, nogil=True)
 def explain(fronts: Fronts, s: int, t: int, m: int, k: int) -> tuple[int, int, int]:
-    """Explain entry ``k`` of a front with ``s < t``, by computing the front again.
+    """Return of which parts entry ``k`` of the front of ``(s, t)`` consists, for ``s < t``.
+
+    The front is computed again.
+
+    Args:
+        s, t, m: the interval and its slots.
+        k: index of the entry.
 
     Returns:
-        The three numbers that ``_front`` returns.
+        ``s``, the entry inside ``F_all s``, and -1; or the cut, the entry of the interval after it,
+        and the entry of the interval before it.
     """
     row, width = row_of(s, t, fronts.numbers.gradient.size), fronts.work.shape[2]
     want = fronts.work[row, m, k], fronts.lag[row, m, k]
@@ -234,7 +259,7 @@ def explain(fronts: Fronts, s: int, t: int, m: int, k: int) -> tuple[int, int, i
 
 @njit(cache=True, nogil=True)
 def fill_least_lags(fronts: Fronts) -> None:
-    """Fill ``least_lag``, from the choices of least memory."""
+    """Fill ``fronts.least_lag``, the lags of the sequences of least memory of all intervals."""
     n, least, lag, byte_s = fronts.numbers, fronts.least, fronts.least_lag, fronts.byte_s
     for s in range(n.gradient.size - 1, -1, -1):
         lag[s, s] = n.leaf_s[s, 0] + n.leaf_bytes[s, 0] * byte_s

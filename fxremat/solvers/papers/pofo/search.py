@@ -22,14 +22,20 @@ from fxremat.solvers.papers.pofo.sweep import (
 
 
 def bound_s(sweep: Sweep, limits: Limits) -> float:
-    """Return a lower bound in seconds on schedules of the supplement's model, sizes in slots."""
+    """Return a lower bound in seconds on any schedule of the paper's model, with sizes in slots.
+
+    In that model, no transfer runs across the loss point.
+    """
     free = sweep.budget - sweep.input_bytes
     slots = min(sweep.fronts.size.shape[1] - 1, free // sweep.fronts.quantum)
     return float(limits.bounds[0, slots].max())
 
 
 def limits_of(sweep: Sweep) -> Limits:
-    """Return the bounds before any search. ``O(L² slots)`` for each pair of shares."""
+    """Return the lower bounds of a chain, with an infinite time of the best schedule so far.
+
+    ``O(L² slots)`` for each pair of shares.
+    """
     nodes = 2 * sweep.numbers.gradient.size
     shares = _shares(sweep)
     slots = sweep.fronts.size.shape[1]
@@ -42,9 +48,10 @@ def limits_of(sweep: Sweep) -> Limits:
 
 
 def _shares(sweep: Sweep) -> Floats:
-    """Return pairs of shares near those at which moving a byte takes as long as computing it.
+    """Return pairs of shares that weight transfers against work, before and after the loss point.
 
-    A share ``p`` weights a phase's transfers against its work, as ``p`` to ``1 - p``.
+    A share ``p`` weights them as ``p`` to ``1 - p``. The shares are near those at which moving a
+    byte takes as long as computing it.
     """
     n = sweep.numbers
     made = max(1.0, float(n.saved[:, 0].sum()))
@@ -63,11 +70,11 @@ def _shares(sweep: Sweep) -> Floats:
 def search(
     sweep: Sweep, limits: Limits, *, most: int, recompute: bool
 ) -> tuple[tuple[SweepChoice, ...] | None, int]:
-    """Find the best decisions, if they are better than ``limits.best_s``, which is lowered.
+    """Find the decisions of the fastest plan, if it is faster than ``limits.best_s``.
 
     Args:
         sweep: the chain.
-        limits: the bounds, and the best time so far.
+        limits: the bounds, and the best time so far, which is lowered.
         most: maximum number of labels of a node. Beyond, those of the greatest bound are dropped.
         recompute: whether ``F_ck`` is allowed before the last stage.
 
@@ -113,7 +120,13 @@ def _empty_labels(nodes: int, most: int) -> Labels:
 
 
 def _walk(labels: Labels, node: int, label: int, way: int) -> Iterator[SweepChoice]:
-    """Yield the decisions from the last to the first."""
+    """Yield the decisions that led to a label (a partial plan), from the last to the first.
+
+    Args:
+        labels: the labels.
+        node, label: node of the last stage, and index of the label there.
+        way: the last stage's way, as ``finish`` returns it.
+    """
     yield SweepChoice(node // 2, bool(node % 2), node // 2 + way, False)
     while node > 0:
         origin = int(labels.origin[node, label])
@@ -124,7 +137,7 @@ def _walk(labels: Labels, node: int, label: int, way: int) -> Iterator[SweepChoi
 
 
 def least_memory(sweep: Sweep) -> tuple[int, tuple[SweepChoice, ...]]:
-    """Return the least budget without ``fixed_bytes``, and decisions that need no more. ``O(L²)``.
+    """Return the least budget in bytes without ``fixed_bytes``, and decisions for it. ``O(L²)``.
 
     Times do not matter for it, since idle times can empty whatever waits for the link. So what may
     move does, and only what may not is held in addition to what stage ``i`` itself needs.

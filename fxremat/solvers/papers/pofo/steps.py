@@ -18,7 +18,7 @@ from fxremat.solvers.sequences import walk
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """One computation, or a rebuild, which is two.
+    """A step of a plan: one computation, or a rebuild, which is a forward and its backward.
 
     Attributes:
         ops: the computations.
@@ -68,7 +68,7 @@ class Computations:
 
 
 def plan_of(sweep: Sweep, decisions: tuple[SweepChoice, ...]) -> Computations:
-    """Return the computations of decisions."""
+    """Return the steps of a plan, and what it moves, from its decisions in order of the stages."""
     n = sweep.numbers
     steps: list[Computation] = []
     behind: list[list[Computation]] = []  # for each decision, its steps after the loss point
@@ -119,7 +119,14 @@ def _activations_of(decision: SweepChoice) -> Activations:
 def _first_sweep(
     sweep: Sweep, decision: SweepChoice, held: int, moved_bytes: int
 ) -> Iterator[Computation]:
-    """Yield the forwards of a decision. The first is the last reader of an input that is moved."""
+    """Yield the forwards of a decision, before the loss point.
+
+    The first is the last reader of an input that is moved.
+
+    Args:
+        held: bytes held when it begins.
+        moved_bytes: size of its input if that is moved, else 0.
+    """
     n = sweep.numbers
     i, cut = decision.stage, decision.cut
     seconds = np.diff(n.prefix_s[i : max(cut, i + 1) + 1]).tolist()
@@ -134,7 +141,12 @@ def _first_sweep(
 
 
 def _last(sweep: Sweep, way: int, held: int) -> Computation:
-    """Return the computation of the last stage after the loss point."""
+    """Return the step of the last stage after the loss point.
+
+    Args:
+        way: 0 for its backward, 1 for a rebuild and its backward.
+        held: bytes held when it begins.
+    """
     i = sweep.numbers.gradient.size - 1
     ops = (Forward(i, Keep.ALL), Backward(i))[1 - way :]
     nbytes = held + int(sweep.last_bytes[way, 1])
@@ -143,9 +155,12 @@ def _last(sweep: Sweep, way: int, held: int) -> Computation:
 
 
 def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) -> list[Computation]:
-    """Return an entry of an interval's front, or, for -1, its sequence of least memory.
+    """Return the steps of entry ``choice`` of the front of ``interval``.
 
-    ``free`` are the bytes that are free in addition to its first boundary.
+    Args:
+        interval: its first and last stage.
+        free: bytes that are free in addition to its first boundary.
+        choice: index of the entry; -1 for the sequence of least memory.
     """
     fronts = sweep.fronts
     quantum = fronts.quantum
@@ -166,9 +181,9 @@ def _segment(sweep: Sweep, interval: tuple[int, int], free: int, choice: int) ->
 
 
 def _steps(sweep: Sweep, ops: Sequence[Compute], t: int, held: int) -> Iterator[Computation]:
-    """Yield the computations of an interval that ends with stage ``t``.
+    """Yield the steps of ``ops``, which run stages up to ``t`` forward and backward.
 
-    ``held`` is the number of bytes held when it begins, including its input.
+    ``held`` is the number of bytes held when they begin, including their input.
     """
     n = sweep.numbers
     start = ops[0].stage  # the stage that the current run of forwards began with

@@ -29,7 +29,10 @@ from fxremat.solvers.papers.pofo.intervals import Fronts
 
 
 class Sweep(NamedTuple):
-    """The numbers that the first sweep is planned with; sizes in bytes.
+    """A chain as the arrays and sizes with which forwards before the loss point are planned.
+
+    Sizes are in bytes. ``I^x_i`` is the input of stage ``i``: boundary ``i`` for ``x = 0``, saved
+    set ``i - 1`` for ``x = 1``.
 
     Attributes:
         numbers: the chain.
@@ -63,7 +66,7 @@ class Sweep(NamedTuple):
 
 
 class SweepChoice(NamedTuple):
-    """What the first sweep does from one kept value to the next.
+    """A decision of a plan: what runs from one kept stage input to the next.
 
     Attributes:
         stage: ``i``, whose input is kept.
@@ -80,10 +83,15 @@ class SweepChoice(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Labels of every node, ``(2 L, most)`` each.
+    """Labels of every node, ``(2 L, most)`` each: ways to have run the forwards before its stage.
+
+    Node ``2 i + x`` is the start of stage ``i`` with input ``I^x_i``, see ``Sweep``.
 
     Attributes:
-        held, spent, out, back: see the module.
+        held: bytes on the device from stage ``i`` to its backward, including ``I^x_i``.
+        spent: seconds of all decided forwards and backwards, including idle times.
+        out: seconds to offload what waits for it.
+        back: seconds to prefetch what has to be back when stage ``i``'s backward is done.
         bound: lower bound in seconds on any continuation.
         parent: index of the preceding label.
         origin: twice the preceding label's node, plus 1 if its ``I^x_i`` is offloaded.
@@ -105,10 +113,10 @@ class Labels(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a label has to beat.
+    """Lower bounds and the best time so far, by which labels (partial plans) are dropped.
 
     Attributes:
-        shares: ``(·, 2)``, pairs ``(p, q)``.
+        shares: ``(·, 2)``, pairs that weight transfers against work in the two phases.
         bounds: ``(2 L, slots + 1, ·)``, for each pair the least time left, without transfers that
             already wait.
         best_s: ``(1,)``, time of the best schedule so far.
@@ -123,7 +131,7 @@ class Limits(NamedTuple):
 
 @njit(inline="always", cache=True, nogil=True)
 def segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int, float]:
-    """Return the sequence of ``C_Δ(s, cut - 1)`` that ends first.
+    """Return the sequence that runs stages ``s … cut - 1`` backward in the least time.
 
     It is inlined, since a call would count references to all the arrays.
 
@@ -167,7 +175,13 @@ def _put(
     came: tuple[int, int],
     slack: float,
 ) -> None:
-    """Add a label to a node unless it is dominated, and drop those that it dominates."""
+    """Add a label (a partial plan) to a node unless it is dominated; drop those it dominates.
+
+    Args:
+        label: ``held``, ``spent``, ``out``, ``back`` and ``bound`` of the label.
+        came: ``parent`` and ``origin`` of the label.
+        slack: seconds by which another label may be worse and still dominate this one.
+    """
     held, spent, out, back, bound = label
     if bound >= labels.worst[node]:
         labels.lost[node] += 1
@@ -209,7 +223,7 @@ def _put(
 
 @njit(cache=True, nogil=True)
 def _worst(labels: Labels, node: int) -> int:
-    """Return the label of greatest bound of a full node."""
+    """Return the index of the label with the greatest ``bound`` at a node that is full."""
     worst = 0
     for k in range(1, labels.held.shape[1]):
         if labels.bound[node, k] > labels.bound[node, worst]:
@@ -234,7 +248,11 @@ def _offer(
     label: tuple[int, float, float, float],
     came: tuple[int, int],
 ) -> None:
-    """Add a label to a node unless it is dominated or cannot lead to a better schedule."""
+    """Add a label (a partial plan) to a node unless it is dominated or cannot beat the best.
+
+    ``label`` has ``held``, ``spent``, ``out`` and ``back`` of ``Labels``, ``came`` has ``parent``
+    and ``origin``.
+    """
     held, spent, out, back = label
     if held > sweep.budget:
         return
@@ -252,9 +270,14 @@ def _offer(
 def expand_ck(
     sweep: Sweep, labels: Labels, limits: Limits, node: int, cuts: tuple[int, int, int]
 ) -> None:
-    """``OC^{F_ck}``: extend a node's labels by ``F_ck i, F_none …`` up to each of several cuts.
+    """Extend the labels of a node by forwards that keep only stage ``i``'s input, up to some cuts.
 
-    ``cuts`` are the first cut, their end, and a stride. Threads with other cuts write other labels.
+    That is ``OC^{F_ck}`` of Beaumont, Eyraud-Dubois, Shilova (2021).
+
+    Args:
+        labels: labels of all nodes; those of the cuts are added.
+        limits: what they have to beat.
+        cuts: first cut, end of the cuts, and stride. Threads with other cuts write other labels.
     """
     n = sweep.numbers
     i = node // 2
@@ -288,7 +311,11 @@ def expand_ck(
 
 @njit(cache=True, nogil=True)
 def expand_all(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> None:
-    """``OC^{F_all}``: extend a node's labels by ``F_all i`` and, after everything else, ``B i``."""
+    """Extend the labels of a node by a forward that keeps everything for its backward.
+
+    The new labels are at the next stage's node. That is ``OC^{F_all}`` of Beaumont, Eyraud-Dubois,
+    Shilova (2021).
+    """
     n = sweep.numbers
     i = node // 2
     sweep_s = n.prefix_s[i + 1] - n.prefix_s[i]
@@ -317,7 +344,9 @@ def expand_all(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> None:
 
 @njit(cache=True, nogil=True)
 def finish(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> tuple[int, int]:
-    """Run the last stage, and wait between the phases for all transfers (``ε_G``).
+    """Extend the labels of the last stage's node to whole schedules, and choose the fastest.
+
+    Between the phases they wait for all transfers (``ε_G``).
 
     Returns:
         The label of the best schedule so far, and the last stage's way: 1 if it first runs forward
