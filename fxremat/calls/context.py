@@ -25,7 +25,9 @@ ContextFields = tuple[Any, ...]
 def context_fields(
     loop: Loop, graph: Graph, values: Sequence[object], sizes: Values
 ) -> tuple[ContextFields, list[Tensor | None]]:
-    """Measure the context of a call; return it, and the leaves among the primals, by primal.
+    """Measure the context of a call, as the first fields of a :class:`StepContext`.
+
+    Returns the fields, and for each primal its leaf tensor; ``None`` where it is no leaf.
 
     Args:
         loop: the training loop of the model.
@@ -76,9 +78,10 @@ def context_of(loop: Loop, graph: Graph, fields: ContextFields, *, several: bool
 
     Args:
         loop: the training loop of the model.
-        graph: that is called.
+        graph: the graph that is called.
         fields: measured by :func:`context_fields`.
-        several: the step runs several graphs, whose feedback is that of their step.
+        several: whether the step runs several graphs; feedback is then of the whole step, and is
+            not added here.
     """
     context = graph.feedback.held(StepContext(*fields))
     if several:
@@ -88,21 +91,22 @@ def context_of(loop: Loop, graph: Graph, fields: ContextFields, *, several: bool
 
 
 def shaping_sizes(graph: Graph, values: Values) -> Values:
-    """Return ``values`` with the capture's number for each symbol that shapes no tensor."""
+    """Return ``values`` with the capture's number for each symbol that is in no tensor's shape."""
     hints, shaping = graph.sizes.hints, graph.shaping
     return tuple(values[i] if i in shaping else hints[i] for i in range(len(values)))
 
 
 def new_workspace_bytes(graph: Graph) -> int:
-    """Return the bytes that libraries hold beyond what they did when the graph was captured."""
+    """Return the bytes of library workspaces allocated since the graph was captured."""
     before = graph.caller.library_bytes_on(graph.device)
     return sum(library_workspaces(graph.device)) - sum(before)
 
 
 def _buffer_bytes(graph: Graph, values: Sequence[object], sizes: Values) -> int:
-    """Return the most bytes by which inputs' storages exceeded planned ones at ``sizes``.
+    """Return the most bytes by which inputs' storages exceeded planned ones in calls at ``sizes``.
 
-    A loop that slices buffers of many sizes gets a new plan only for one larger than all before.
+    Thus a loop that slices buffers of many sizes gets a new plan only for one larger than all
+    before.
     """
     device = graph.device
     nbytes: dict[int, int] = {}

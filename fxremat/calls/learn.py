@@ -27,7 +27,7 @@ SLACK_BYTES = SCALARS * SCALAR_BYTES
 
 @dataclass(frozen=True, slots=True)
 class PlannedBytes:
-    """What a step takes by its plan.
+    """The bytes that a step takes by its plan.
 
     Attributes:
         peak_bytes: the peak.
@@ -39,7 +39,7 @@ class PlannedBytes:
 
 
 def load_feedback(graph: Graph) -> None:
-    """Load the feedback of another process at the capture's sizes from the cache folder."""
+    """Load what a former process learned of the step from the cache folder, as feedback."""
     if graph.together is not None:  # other processes may have another cache folder
         return
     cached = graph.store.get("correction", graph.correction_key, Correction) or NO_CORRECTION
@@ -48,10 +48,10 @@ def load_feedback(graph: Graph) -> None:
 
 
 def corrected(loop: Loop, graph: Graph, context: StepContext) -> StepContext:
-    """Return ``context`` with the feedback of contexts like it.
+    """Return ``context`` with what earlier steps in contexts of its kind have shown.
 
-    Where as many steps are in flight as may be, and one of them is like this one, another like it
-    will begin while this one is in flight: this one leaves room for it from the start.
+    If as many steps are in flight as may be, and one of them is of the kind of this one, another
+    such step will begin while this one is in flight. This one then leaves room for it.
     """
     if context.waiting >= graph.caller.in_flight:
         waiting = loop.in_flight.waiting()
@@ -62,12 +62,23 @@ def corrected(loop: Loop, graph: Graph, context: StepContext) -> StepContext:
 
 
 def relaxed(loop: Loop, graph: Graph, context: StepContext) -> Iterator[StepContext]:
-    """Yield contexts in which less is held in the backward, unless a step has shown otherwise."""
+    """Yield copies of ``context`` that assume less memory to be held in the backward.
+
+    They assume nothing that a step has shown to be otherwise; see :meth:`Feedback.relaxed`.
+    """
     return graph.feedback.relaxed(context, accumulates=loop.caller.accumulate)
 
 
 def leave_room_in_flight(loop: Loop, context: StepContext, graph: Graph) -> bool:
-    """Leave room for one more step in later plans like those in flight, if all can have it."""
+    """Have later plans like those of the steps in flight leave room for one more step.
+
+    Args:
+        loop: the training loop of the model.
+        context: the context of the step that needs room.
+        graph: its graph.
+
+    Returns whether they can: a plan with that room fits the budget for each of them.
+    """
     nbytes = room_bytes(graph, context)
     corrections: list[tuple[Step, Graph, Correction]] = []
     for step in sorted(loop.in_flight, key=lambda step: step.number, reverse=True):
@@ -83,7 +94,7 @@ def leave_room_in_flight(loop: Loop, context: StepContext, graph: Graph) -> bool
 
 
 def _leave_room(loop: Loop, graph: Graph, context: StepContext) -> None:
-    """Leave room for one more step in plans of steps like this one, if a plan has it."""
+    """Have later plans in contexts of this kind leave room for one more step, if one can."""
     before = graph.feedback.of_kind(context)
     if before.room_bytes:
         return
@@ -93,9 +104,12 @@ def _leave_room(loop: Loop, graph: Graph, context: StepContext) -> None:
 
 
 def checks_tangents(graph: Graph, *, watched: bool) -> bool:
-    """Return whether a backward checks that gradients of outputs are released.
+    """Return whether a backward checks that its caller has released the gradients of the outputs.
 
-    Processes that follow the same plans check the same steps.
+    Args:
+        graph: the graph of the step.
+        watched: whether the memory of the step is measured. It does not matter where several
+            processes must check the same steps.
     """
     if graph.feedback.tangents_stay or not graph.joint.released:
         return False
@@ -103,7 +117,7 @@ def checks_tangents(graph: Graph, *, watched: bool) -> bool:
 
 
 def note_tangents(loop: Loop, graph: Graph, *, released: bool) -> None:
-    """Note whether a backward has released the gradients of its outputs."""
+    """Record in the feedback whether the gradients of the outputs were released in a backward."""
     with loop.planning:
         graph.feedback.checked += 1
         if not released:
@@ -112,7 +126,10 @@ def note_tangents(loop: Loop, graph: Graph, *, released: bool) -> None:
 
 
 def note_loss_gradient(loop: Loop, graph: Graph, *, is_same: bool) -> None:
-    """Note whether the gradient of a loss is the same as in the step before."""
+    """Record in the feedback whether the gradient of the loss is that of the step before.
+
+    After several steps in a row in which it is not, plans no longer compute it with the loss.
+    """
     feedback = graph.feedback
     feedback.missed = 0 if is_same else feedback.missed + 1
     if feedback.missed == MOST_MISSED:
@@ -124,7 +141,7 @@ def note_loss_gradient(loop: Loop, graph: Graph, *, is_same: bool) -> None:
 
 
 def without_scaling(loop: Loop, graph: Graph, context: StepContext) -> StepContext:
-    """Return ``context`` as if gradients of losses were the same at each step.
+    """Return ``context`` as if the gradient of the loss were the same at each step.
 
     It is for a call at which nothing new can be measured; later steps correct it again.
     """
@@ -137,7 +154,9 @@ def without_scaling(loop: Loop, graph: Graph, context: StepContext) -> StepConte
 def learn_what_is_held(
     loop: Loop, graph: Graph, context: StepContext, *, outputs: bool, gradients: bool
 ) -> None:
-    """Learn whether outputs and gradients that a forward began with are held at its backward.
+    """Record whether outputs and gradients that existed at a forward are held at its backward.
+
+    Later plans count them accordingly. If a plan has assumed less, a warning is given.
 
     Args:
         loop: the training loop of the model.
@@ -155,6 +174,16 @@ def learn_what_is_held(
 def _learn_held(
     loop: Loop, graph: Graph, context: StepContext, what: str, is_held: bool, assumed_freed: bool
 ) -> None:
+    """Record whether outputs or gradients that a forward began with are held at its backward.
+
+    Args:
+        loop: the training loop of the model.
+        graph: the graph of the step.
+        context: the context of the forward.
+        what: ``OUTPUTS`` or ``GRADIENTS``.
+        is_held: whether they are held.
+        assumed_freed: whether the plan has assumed that they are not: then a warning is given.
+    """
     feedback, kind = graph.feedback, context.kind
     freed, held = feedback.freed[what], feedback.held_on[what]
     if kind in held or (kind in freed and not is_held):
@@ -183,7 +212,7 @@ def _learn_held(
 def learn_new_gradients(
     loop: Loop, graph: Graph, context: StepContext, new: Sequence[Set[int]]
 ) -> None:
-    """Learn that gradients exist when a backward begins that did not at its forward.
+    """Have later plans leave room for gradients that come to exist between forward and backward.
 
     Args:
         loop: the training loop of the model.
@@ -210,7 +239,7 @@ def learn(
     *,
     is_first: bool,
 ) -> int:
-    """Learn from a watched step; return its peak in bytes.
+    """Correct later plans by the measured memory of a step; return its peak in bytes.
 
     A step within the budget is never corrected so that no plan would fit.
 
@@ -266,9 +295,9 @@ def learn(
 def _correction_of(
     profile: MemoryProfile, planned_bytes: int, held: ContextBytes, *, is_first: bool
 ) -> Correction:
-    """Return what a step took at the loss point, held in its backward, and took beyond its plan.
+    """Return what a step needed for its loss, held in its backward, and took beyond its plan.
 
-    What was freed by then is no part of these: the context has it.
+    What was freed by then is not included: the context has it.
     """
     whole = profile.taken_bytes is not None
     left = 0 if profile.taken_bytes is None else profile.taken_bytes - profile.left_bytes
@@ -295,6 +324,7 @@ def _correction_of(
 
 
 def _described(correction: Correction, held: ContextBytes) -> str:
+    """Return in words what a correction adds to what was held by the plan."""
     loss_point, left = correction.loss_point_bytes, correction.left_bytes
     named = (
         (

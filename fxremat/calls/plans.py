@@ -32,7 +32,7 @@ RESOLVED = 3
 
 
 class _LessHeldError(Exception):
-    """Less is held now than when the context of a call was measured."""
+    """Raised if less memory is held now than when the context of a call was measured."""
 
 
 def plan_at(
@@ -43,7 +43,7 @@ def plan_at(
     sizes: Values,
     ended_by: str,
 ) -> tuple[StepContext, CompiledPlan, list[Tensor | None]]:
-    """Return the context of a call, the plan that it follows, and the leaves among its primals.
+    """Plan a call; return its context, its plan, and the leaf tensor of each primal, if it is one.
 
     Args:
         loop: the training loop of the model.
@@ -82,7 +82,7 @@ def plan_at(
 
 
 def record_of(loop: Loop, graph: Graph, compiled: CompiledPlan) -> Plan:
-    """Return the record of a plan for people, with the figures of the latest call it was for."""
+    """Return the record of a plan, with the figures of the latest call that followed it."""
     with loop.planning:
         followed = compiled.followed
         is_other = followed is not None and followed != compiled.context
@@ -95,7 +95,7 @@ def record_of(loop: Loop, graph: Graph, compiled: CompiledPlan) -> Plan:
 
 
 def refuse_changed_bits(loop: Loop, graph: Graph) -> None:
-    """Use no run in later plans that gave other bits in parts."""
+    """Drop all plans, and use no run of operations again that gave other bits in parts."""
     with loop.planning:
         while graph.calls.changed_bits:
             refuse(graph, graph.calls.changed_bits.pop())
@@ -104,7 +104,7 @@ def refuse_changed_bits(loop: Loop, graph: Graph) -> None:
 
 
 def _plan_for(loop: Loop, graph: Graph, context: StepContext) -> tuple[StepContext, CompiledPlan]:
-    """Return a cached or new plan for a context, and the context with what the plan assumes."""
+    """Return a cached or new plan for a call, and ``context`` changed to what the plan assumes."""
     with loop.planning:
         compiled = _cached(loop, graph, context) or _equivalent(graph, context)
         if compiled is None:
@@ -122,7 +122,10 @@ def _plan_for(loop: Loop, graph: Graph, context: StepContext) -> tuple[StepConte
 
 
 def _cached(loop: Loop, graph: Graph, context: StepContext) -> CompiledPlan | None:
-    """Return the plan that was made for a context, unless the budget has changed since."""
+    """Return the plan cached for exactly this context; ``None``: none, or the budget has changed.
+
+    It is removed from the cache, for the caller to add it again as the latest.
+    """
     compiled = graph.calls.plans.pop(context, None)
     shortfall = None if compiled is None else compiled.shortfall
     if shortfall is not None and shortfall.budget_bytes != loop.budget.nbytes:
@@ -133,14 +136,15 @@ def _cached(loop: Loop, graph: Graph, context: StepContext) -> CompiledPlan | No
 def _new_plan(
     loop: Loop, graph: Graph, context: StepContext
 ) -> tuple[StepContext, CompiledPlan, Shortfall | None]:
-    """Return a plan for a context, what it assumes, and why it is above the budget if it is.
+    """Return a context, the plan made for it, and why it exceeds the budget; ``None``: it does not.
 
-    Where nothing fits while gradients, or outputs of earlier steps, exist, but something would if
-    they were freed before the backward, they are assumed to be, until a step does not.
+    If nothing fits while gradients, or outputs of earlier steps, exist, but something would if they
+    were freed before the backward, they are assumed to be, until a step does not. The context says
+    so.
 
-    Steps in flight were planned without this one. Where nothing fits with what they hold, but would
-    with the least that they could hold, this step takes the least that it can, and later steps like
-    those in flight leave room for it.
+    Steps in flight were planned without this one. If nothing fits with what they hold, but
+    something would with the least that they could hold, this step takes the least that it can, and
+    later steps like those in flight leave room for it.
     """
     budget, feedback = loop.budget, graph.feedback
     for each in (context, *relaxed(loop, graph, context)):
@@ -182,7 +186,7 @@ def _new_plan(
 
 
 def _warn_of_waiting(loop: Loop, context: StepContext, plan: Plan) -> None:
-    """Warn of a step above the budget because earlier ones are in flight."""
+    """Warn that a step exceeds the budget because earlier steps wait for their backward."""
     budget_bytes = loop.budget.nbytes or 0
     over = excess_bytes(plan.counted_bytes, budget_bytes)
     if over:
@@ -197,9 +201,9 @@ def _warn_of_waiting(loop: Loop, context: StepContext, plan: Plan) -> None:
 def _equivalent(graph: Graph, context: StepContext) -> CompiledPlan | None:
     """Return a cached plan of another context that is as fast as any plan of this one.
 
-    That is one of a context in which no less is held, or one that recomputes nothing and computes
-    nothing in parts, if it fits. On a CUDA device, whose allocator is replayed, no sum of bytes
-    shows whether it does.
+    ``None``: there is none. It is a plan for a context in which no less is held, or one that
+    recomputes nothing and computes nothing in parts, if it fits. On a CUDA device, whose allocator
+    is simulated, sums of bytes do not show whether it does.
     """
     if graph.calls.on_cuda:
         return None
@@ -229,9 +233,10 @@ def _equivalent(graph: Graph, context: StepContext) -> CompiledPlan | None:
 
 
 def _resolve_budget(loop: Loop, graph: Graph, fields: ContextFields) -> None:
-    """Resolve a share or ``"min"`` again after the first steps, and when optimizer state changes.
+    """Resolve a budget that is a share or ``"min"`` again, if its meaning may have changed.
 
-    Processes that must follow the same plans keep the bytes that they have agreed on.
+    It may in the first steps, and when optimizer state changes. Processes that must follow the same
+    plans keep the bytes that they have agreed on.
     """
     optimizers, budget, calls = loop.optimizers, loop.budget, graph.calls
     has_news, optimizers.has_news = optimizers.has_news, False
@@ -262,7 +267,7 @@ def _plan_of_region(
     fields: ContextFields,
     ended_by: str,
 ) -> tuple[StepContext, CompiledPlan]:
-    """Return the context and the plan of a call of one of several graphs of a step."""
+    """Return the context and the plan of a call in a step of several graphs."""
     own = _context_in_region(loop, graph, fields)
     if own.kept_bytes and regions.will_choose(loop, graph, own):
         gc.collect()  # outputs that are only in reference cycles
@@ -294,7 +299,10 @@ def _plan_of_region(
 
 
 def _context_in_region(loop: Loop, graph: Graph, fields: ContextFields) -> StepContext:
-    """Return the context of a call of a region; the same object as at the call before, if equal."""
+    """Return the context of a call in a step of several graphs.
+
+    It is the same object as at the call before, if it is equal.
+    """
     calls = graph.calls
     if calls.region_context is None or calls.region_context[0] != fields:
         calls.region_context = fields, context_of(loop, graph, fields, several=True)
@@ -303,7 +311,7 @@ def _context_in_region(loop: Loop, graph: Graph, fields: ContextFields) -> StepC
 
 @contextlib.contextmanager
 def _failing_together(loop: Loop, regions: Regions) -> Iterator[None]:
-    """Make a failure in the block one of all processes that must follow the same plans."""
+    """Make an exception in the block fail all processes that must follow the same plans."""
     if regions.together and loop.peers is not None:
         with loop.peers.reporting_failures():
             yield
@@ -315,7 +323,7 @@ def _failing_together(loop: Loop, regions: Regions) -> Iterator[None]:
 
 
 def _announce(loop: Loop, graph: Graph, compiled: CompiledPlan, *, several: bool) -> None:
-    """Log a new plan, and free the host memory of plans that it supersedes."""
+    """Log a new plan and call ``loop.on_new``; free host memory of plans that it replaces."""
     plan = compiled.record
     held = ", ".join(f"{format_bytes(n)} for {what}" for what, n in plan.also_held)
     LOG.info(
@@ -333,7 +341,7 @@ def _announce(loop: Loop, graph: Graph, compiled: CompiledPlan, *, several: bool
 
 
 def _supersedes(graph: Graph, context: StepContext) -> bool:
-    """Return whether a plan of the same sizes with another correction has host memory."""
+    """Return whether a cached plan of the same sizes, but another correction, has host memory."""
     return any(
         made_for.sizes == context.sizes
         and made_for.correction != context.correction

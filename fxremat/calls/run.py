@@ -48,7 +48,7 @@ def plan_first_call(
     *,
     kept: Plan | None = None,
 ) -> CompiledPlan:
-    """Return the plan of the call that a graph was captured from.
+    """Return the plan of the call that a graph was captured from, and cache it.
 
     Args:
         loop: the training loop of the model.
@@ -76,7 +76,7 @@ def plan_first_call(
 def begin(
     loop: Loop, regions: Regions, graph: Graph, args: list[Any], *, ended_by: str = ""
 ) -> tuple[Step, torch_compat.BoxedCallable]:
-    """Begin a call; return its step in flight, and the function that runs its forward.
+    """Begin a call: plan it, and return its step and the function that runs its forward.
 
     Args:
         loop: the training loop of the model.
@@ -135,7 +135,9 @@ def begin(
 
 
 def end_forward(step: Step, results: list[Any]) -> list[Any]:
-    """Return the outputs of a forward that has run, and the step's token.
+    """Keep what a forward has saved in its step; return its outputs, followed by the step's token.
+
+    The token is a tensor for autograd to save that refers to the step.
 
     Args:
         step: returned by :func:`begin`.
@@ -163,12 +165,12 @@ def end_forward(step: Step, results: list[Any]) -> list[Any]:
 def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
     """Run the backward of a step, and return the gradients that its caller asks for.
 
-    A gradient that was accumulated already is ``None``. Primals that are parts of one tensor have
-    one gradient, at the first of them.
+    A gradient that was already added to ``.grad`` is ``None``. Primals that are parts of one tensor
+    have one gradient, at the first of them.
 
     Args:
         step: a step in flight.
-        args: its token and the tangents; emptied.
+        args: its token and the gradients of its outputs; emptied.
 
     Raises:
         BackwardError: what the step saved is gone, or was written to.
@@ -222,7 +224,7 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
 
 
 def _results(step: Step, graph: Graph, gradients: list[Any]) -> list[Any]:
-    """Return what the caller of a backward asks for: gradients, and inputs as they are."""
+    """Return what the caller of a backward asks for: gradients, and inputs passed through."""
     if step.passed:
         gradients = [step.passed.get(i, own) for i, own in enumerate(gradients)]
     asked_for = graph.calls.returned
@@ -230,14 +232,14 @@ def _results(step: Step, graph: Graph, gradients: list[Any]) -> list[Any]:
 
 
 def abandon(values: list[Any], error: BaseException) -> None:
-    """Free what an emitted function was computing when it raised, even if the exception is kept.
+    """Free the tensors of an emitted function that has raised, even if the exception is kept.
 
     A notebook keeps the last exception. Its frames would keep the activations and the host memory
     of a step that an interrupt, or a device out of memory, has ended.
 
     Args:
         values: the arguments of the function; emptied.
-        error: raised by the function.
+        error: raised by the function; local variables of its frames are cleared.
     """
     values.clear()
     traceback.clear_frames(error.__traceback__)

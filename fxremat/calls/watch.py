@@ -43,7 +43,16 @@ def watch_step(
     number: int,
     sizes: Values,
 ) -> None:
-    """Watch a step if its plan is new, or if its number is due."""
+    """Begin to measure the memory of a step, if it is one of the first of its plan or due later.
+
+    Args:
+        loop: the training loop of the model.
+        graph: the graph that is called.
+        compiled: the plan of the call.
+        context: the context of the call.
+        number: the number of the call: every so many calls are due.
+        sizes: numbers of the graph's symbols.
+    """
     may_learn = graph.together is None or number < AGREED
     is_due = number % WATCH_EVERY == 0 or (loop.outside.nbytes and number <= FIRST)
     if is_due and not compiled.watches_left:
@@ -63,7 +72,7 @@ def _learn(
     *,
     is_first: bool,
 ) -> None:
-    """Learn from a watched step, and note its peak in the plan."""
+    """Correct later plans by the measured memory of a step, and record its peak in its plan."""
     if profile.taken_bytes is not None:
         compiled.watches_left = 0
     plan = compiled.record
@@ -80,19 +89,24 @@ def _learn(
 
 
 def begin_count(graph: Graph, context: StepContext) -> Count | None:
-    """Begin to count the peak of a call; ``None``: the allocator cannot."""
+    """Begin to count the peak of a call by the allocator's counters; ``None``: it has none."""
 
     def held_bytes() -> int:
-        """Return what is held throughout, without what a correction says is allocated later."""
+        """Return the bytes held when the call begins, by its context."""
         return graph.held(context).given_bytes - graph.late_bytes - context.correction.more_bytes
 
     return Count.begin(graph.device, held_bytes)
 
 
 def check_count(loop: Loop, step: Step, peak_bytes: int | None) -> None:
-    """Warn of a step that took more than its budget by the allocator's count, and watch the next.
+    """Warn if a step took more than its budget by the allocator's count, and measure the next one.
 
-    Of several steps in flight the allocator has no separate counts.
+    If several steps are in flight, the allocator has no separate counts, and nothing is checked.
+
+    Args:
+        loop: the training loop of the model.
+        step: the step, after its backward.
+        peak_bytes: its counted peak; ``None``: it is not known.
     """
     compiled: CompiledPlan = step.plan
     budget_bytes = loop.budget.nbytes or 0
@@ -106,7 +120,7 @@ def check_count(loop: Loop, step: Step, peak_bytes: int | None) -> None:
 
 
 def watch_backward(loop: Loop, regions: Regions, graph: Graph, step: Step) -> None:
-    """Learn what exists when a backward begins, and did not at its forward or does not any more."""
+    """Learn which gradients and outputs were made or freed between a forward and its backward."""
     if regions.several:
         regions.begin_backward(loop, step)
     context: StepContext = step.context
@@ -138,9 +152,16 @@ def watch_backward(loop: Loop, regions: Regions, graph: Graph, step: Step) -> No
 def released_tangents(
     loop: Loop, graph: Graph, step: Step, args: Sequence[Any]
 ) -> list[torch_compat.StorageAlive] | None:
-    """Return the gradients of outputs that a backward must release; ``None``: it is not checked.
+    """Return the gradients of outputs that a backward must release, without keeping them alive.
 
-    The caller of ``backward()`` holds that of a loss, one number: plans have room for it.
+    ``None``: this backward is not checked. The gradient of a scalar loss is left out: the caller of
+    ``backward()`` holds it, and plans have room for it.
+
+    Args:
+        loop: the training loop of the model.
+        graph: the graph of the step.
+        step: the step whose backward begins.
+        args: its token and the gradients of its outputs.
     """
     if not checks_tangents(graph, watched=loop.watcher.is_watching(step)):
         return None
@@ -157,7 +178,7 @@ def released_tangents(
 def check_tangents(
     loop: Loop, regions: Regions, graph: Graph, tangents: Sequence[torch_compat.StorageAlive]
 ) -> None:
-    """Note whether a backward has released the gradients of its outputs."""
+    """Record whether ``tangents``, gradients of outputs, were released by the end of a backward."""
     are_separate = len({tangent.key for tangent in tangents}) == len(tangents)
     released = are_separate and not any(tangents)
     note_tangents(loop, graph, released=released)
@@ -168,7 +189,15 @@ def check_tangents(
 def compare_parts(
     loop: Loop, graph: Graph, compiled: CompiledPlan, number: int, values: Values
 ) -> None:
-    """Compare a run in parts of a plan with its operations at once, if ``verify_bits=`` is due."""
+    """Compare a run in parts with its operations as a whole, if ``verify_bits=`` is due.
+
+    Args:
+        loop: the training loop of the model.
+        graph: the graph that is called.
+        compiled: the plan of the call.
+        number: the number of the call.
+        values: numbers of the graph's symbols.
+    """
     comparison, plan = loop.comparison, compiled.record
     if not comparison.every:
         return

@@ -25,22 +25,27 @@ MOST_BUFFERS = 256
 
 @dataclass(slots=True)
 class Calls:
-    """State that the calls of one graph share.
+    """State that the calls of one captured graph share: its plans, and notes for the next call.
 
     Attributes:
-        plans: by context, the one used last at the end.
-        contributors: to the gradients of the graph's leaves.
+        plans: the cached plans, by the context that each was made for; the one used last is at the
+            end.
+        contributors: which leaves got their gradient from this graph only, as its backwards have
+            shown.
         numbers: numbers of calls, from 1; no two threads get the same.
         on_cuda: whether the graph runs on a CUDA device.
         counts: whether the device's allocator counts bytes.
         returned: indices of the gradients that the backward's caller asks for.
-        buffers: bytes by which inputs' storages exceed planned ones, by sizes.
-        latest: the latest call: what it was identified by, its context and its plan.
-        region_context: the latest call of a region: the fields that were measured, and its context.
-        followed: contexts and plans of the latest calls of a region.
+        buffers: by sizes, the most bytes by which storages of inputs exceeded the planned ones.
+        latest: of the latest call, the values that identify its context, the context, and its plan.
+        region_context: of the latest call of a region, the measured fields of its context, and the
+            context.
+        followed: contexts and plans of the latest calls of a region, the newest first.
         resolutions: how often the budget was resolved again.
-        changed_bits: runs that gave other bits in parts, to be refused.
-        trained: whether the tensors that it computes a gradient of are listed with the regions.
+        changed_bits: runs of operations that gave other bits when computed in parts; later plans do
+            not use them.
+        trained: whether the tensors that the graph computes a gradient of are listed in
+            ``Regions.trained``.
     """
 
     plans: dict[StepContext, CompiledPlan] = field(default_factory=dict)
@@ -58,23 +63,26 @@ class Calls:
     trained: bool = False
 
     def keep(self, context: StepContext, compiled: CompiledPlan) -> None:
-        """Keep a plan as the one used last."""
+        """Cache a plan under its context; if the cache is full, drop the plan used longest ago."""
         if len(self.plans) >= MOST_PLANS:
             self.plans.pop(next(iter(self.plans)))
             self.followed = ()
         self.plans[context] = compiled
 
     def follow(self, context: StepContext, compiled: CompiledPlan) -> None:
-        """Look up a plan first at the next calls of a region."""
+        """Note that a call of a region followed a plan, so that the next calls look it up first."""
         self.followed = ((context, compiled), *self.followed[: MOST_FOLLOWED - 1])
 
     def forget(self) -> None:
-        """Drop all plans."""
+        """Drop all cached plans."""
         self.plans.clear()
         self.followed, self.latest = (), None
 
     def note_buffer(self, sizes: Values, nbytes: int) -> int:
-        """Return the most bytes that were noted at ``sizes``, ``nbytes`` included."""
+        """Record ``nbytes`` for ``sizes``; return the most bytes recorded for these sizes so far.
+
+        They are the bytes by which storages of a call's inputs exceed the planned ones.
+        """
         most_bytes = self.buffers.get(sizes, 0)
         if nbytes <= most_bytes:
             return most_bytes

@@ -24,17 +24,18 @@ WATCHES = 4
 
 @dataclass(slots=True, eq=False)
 class CompiledPlan:
-    """A plan in use.
+    """A plan in use: its record, and the forward and backward that carry it out.
 
     Attributes:
-        record: the plan, for people.
-        forward, backward: what it emits, at the sizes of the record.
-        sizes: symbols of the graph.
-        recomputes: whether anything is computed twice.
-        arena: the host memory that it uses, if any.
-        complete: adds to the record what takes long to compute; ``None``: it is complete.
+        record: the plan as it is reported and saved.
+        forward, backward: the emitted graphs, at the sizes of the record.
+        sizes: the symbols of the captured graph.
+        recomputes: whether any operation is computed twice.
+        arena: the host memory to which it moves storages; ``None``: it moves none.
+        complete: returns a record with the fields that take long to compute; ``None``: the record
+            has them.
         context: the context that the plan was made for.
-        watches_left: how many further steps of it are watched.
+        watches_left: how many further steps that follow it have their memory measured.
         followed: the context of the latest call that followed it.
         shortfall: why it takes more than the budget; ``None``: it does not.
         plain: nothing is computed twice, or together with a loss, and no host memory is used.
@@ -60,44 +61,48 @@ class CompiledPlan:
 
     @property
     def form(self) -> Form:
-        """How its operations are computed."""
+        """How its operations are rewritten, for instance computed in parts."""
         return self.record.form
 
     @property
     def both(self) -> tuple[Emitted, Emitted]:
-        """The forward and the backward."""
+        """The emitted forward and the emitted backward."""
         return self.forward, self.backward
 
     @property
     def forward_code(self) -> str:
-        """The forward as Python, with the runs that it computes in parts."""
+        """Python code of the forward, and of its loops that compute operations in parts."""
         return code_of(self.forward)
 
     @property
     def backward_code(self) -> str:
-        """The backward as Python, with the runs that it computes in parts."""
+        """Python code of the backward, and of its loops that compute operations in parts."""
         return code_of(self.backward)
 
     @property
     def structure_digest(self) -> str:
-        """A digest of what it runs, without the constants of one process."""
+        """Digest of both emitted graphs that does not depend on constants of one process."""
         return " ".join(emitted.structure_digest() for emitted in self.both)
 
     def completed(self) -> Plan:
-        """Return the record with all that it holds for people."""
+        """Return the record, after adding the fields that take long to compute."""
         if self.complete is not None:
             self.record, self.complete = self.complete(self.record), None
         return self.record
 
     def restate(self, other: CompiledPlan) -> None:
-        """Take the figures of ``other``, which decides the same for the latest call."""
+        """Replace the record by that of ``other``, if it decides the same; keep the measured peak.
+
+        Args:
+            other: a plan made for the context of the latest call that followed this one.
+        """
         own, new = self.record, other.record
         if (new.schedule, new.form, new.decision) == (own.schedule, own.form, own.decision):
             self.record = replace(new, measured_peak_bytes=own.measured_peak_bytes)
             self.complete, self.context = other.complete, other.context
 
     def at(self, values: Values) -> tuple[torch_compat.BoxedCallable, ...]:
-        """Return the forward and the backward where the symbols are ``values``."""
+        """Return the forward and the backward to call where the graph's symbols have ``values``."""
         runs = self._runs  # another thread may put those of other numbers there
         if runs is None or runs[0] != values:
             graphs: tuple[Emitted, ...] = self.both
@@ -110,7 +115,7 @@ class CompiledPlan:
     def held_bytes(
         self, context: StepContext, loss_point_bytes: Callable[[StepContext], int]
     ) -> int:
-        """Return the device memory that a forward leaves for its backward, and for its loss.
+        """Return the device bytes held between forward and backward, including those of the loss.
 
         Args:
             context: the context of the call.
@@ -123,19 +128,19 @@ class CompiledPlan:
         return held[1]
 
     def call_through(self, around: Around | None) -> None:
-        """Wrap the calls of stages with ``around``; ``None``: call them directly."""
+        """Wrap the function of each stage with ``around``; ``None``: call stages directly."""
         for graph in self.both:
             graph.call_through(around)
         self._runs = None  # of other sizes
 
     def close(self) -> None:
-        """Free its host memory: its graphs cannot run any more."""
+        """Free the plan's host memory, after which its graphs cannot run."""
         if self.arena is not None:
             self.arena.close()
 
 
 def code_of(emitted: Emitted) -> str:
-    """Return the code of a graph, and the loop of each run that it calls."""
+    """Return the Python code of a graph, and of its loops that compute operations in parts."""
     stages = [s for s in emitted.body.stages.values() if isinstance(s, fx.GraphModule)]
     nodes = (node for stage in stages for node in stage.graph.nodes)
     targets = dict.fromkeys(node.target for node in nodes)

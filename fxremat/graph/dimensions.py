@@ -34,19 +34,19 @@ class Dimension:
 
     @property
     def name(self) -> str:
-        """The dimension as Python writes it, as ``args[0].shape[1]``."""
+        """The dimension as Python writes it, such as ``args[0].shape[1]``."""
         return f"{self.place}.shape[{self.dim}]"
 
 
 def dimensions_of(
     primals: Iterable[fx.Node], sizes: Sizes, places: Mapping[int, str]
 ) -> tuple[Dimension, ...]:
-    """Return the dimensions of arguments that are symbols, in order of the primals.
+    """Return the dimensions of arguments whose sizes are symbols, in order of the primals.
 
     Args:
         primals: the primals of a graph whose sizes are numbers or symbols.
         sizes: the symbols.
-        places: which primals are arguments, and where they are passed.
+        places: for each primal that is an argument, by index, where it is passed.
     """
     number = {name: i for i, name in enumerate(sizes.names)}
     return tuple(
@@ -62,7 +62,7 @@ def dimensions_of(
 def arguments_of(
     primals: Sequence[fx.Node], sizes: Mapping[str, int], places: Mapping[int, str]
 ) -> tuple[tuple[str, str], ...]:
-    """Return where tensors of a call are passed, with dtype and shape as ``float32[8, 128]``."""
+    """Return where each tensor argument is passed, and its type as ``float32[8, 128]``."""
     arguments = []
     for index, place in sorted(places.items()):
         (layout,) = layouts_of(primals[index])
@@ -75,7 +75,13 @@ def arguments_of(
 def groups_of(
     dimensions: Sequence[Dimension], hints: Values, values: Values
 ) -> tuple[tuple[Dimension, ...], ...]:
-    """Return groups of dimensions that are equal both at the capture and at ``values``."""
+    """Return groups of dimensions whose sizes are equal both at the capture and at ``values``.
+
+    Args:
+        dimensions: the dimensions to group.
+        hints: the numbers of the symbols at the capture.
+        values: other numbers of the symbols.
+    """
     groups: dict[tuple[int, int], list[Dimension]] = {}
     for dimension in dimensions:
         key = hints[dimension.symbol], values[dimension.symbol]
@@ -84,19 +90,19 @@ def groups_of(
 
 
 def resized(values: Values, group: Iterable[Dimension], size: int) -> Values:
-    """Return ``values`` with ``size`` for the symbols of ``group``."""
+    """Return ``values`` with the symbols of the dimensions in ``group`` set to ``size``."""
     symbols = {dimension.symbol for dimension in group}
     return tuple(size if i in symbols else n for i, n in enumerate(values))
 
 
 def taken_sizes(sizes: Sizes, values: Values, group: Sequence[Dimension]) -> range | None:
-    """Return the sizes of a group of equal dimensions for which a captured graph holds.
+    """Return the sizes of a group of equal dimensions for which a captured graph is valid.
 
-    These follow from equalities that the capture has recorded, such as that a batch is even where
-    it is viewed as pairs. Sizes are assumed to repeat with a period, so an equality that holds at
-    one size only, or from some size on, limits nothing.
+    They follow from equalities that the capture has recorded, such as that a batch is even where it
+    is viewed as pairs. Valid sizes are assumed to repeat with a period, so an equality that holds
+    at one size only, or from some size on, excludes nothing.
 
-    Returns ``None`` where no size is possible with the other ``values``.
+    Returns ``None`` if no size is valid with the ``values`` of the other symbols.
     """
     own = sizes.hints[group[0].symbol]
     divisors = {n for zero in sizes.zeros for n in torch_compat.divisors_in(zero.expression)}
@@ -119,11 +125,12 @@ def taken_sizes(sizes: Sizes, values: Values, group: Sequence[Dimension]) -> ran
 
 
 def nearest(taken: range, size: int) -> int:
-    """Return the largest of ``taken`` that is at most ``size``; if there is none, the smallest."""
+    """Return the largest number in ``taken`` that is at most ``size``; if none is, its smallest."""
     return taken[max(0, bisect_right(taken, size) - 1)]
 
 
 def _are_zero(sizes: Sizes, zeros: Sequence[int], values: Values) -> bool:
+    """Return whether the expressions ``zeros`` of the symbols are all 0 at ``values``."""
     try:
         return not sizes.formulas(zeros)(values).any()
     except ZeroDivisionError:  # a quotient of a size by a smaller one's

@@ -29,22 +29,24 @@ def _by_what() -> dict[str, set[Kind]]:
 
 @dataclass(slots=True)
 class Feedback:
-    """What was learned from the steps of one graph.
+    """What was learned from the steps of one graph, for plans of later steps.
 
-    It is changed under the lock of planning only.
+    It is changed only under the lock of planning. A kind of context is the number of steps in
+    flight and whether gradients exist.
 
     Attributes:
-        corrections: the corrections of watched steps, by sizes.
-        in_flight: corrections of several steps in flight, by kind of context.
+        corrections: by sizes, what measured steps needed beyond their plans.
+        in_flight: by kind of context, what steps needed with several in flight.
         freed: kinds of context in which outputs of earlier steps are freed before the loss, or
             gradients before the backward: a step did so, or nothing fits otherwise.
         held_on: kinds of context in which a step did not free them.
         missed: steps in a row whose loss had another gradient than in the step before.
-        scaled: whether there were too many of these: no gradient is computed with a loss then.
+        scaled: whether ``missed`` has reached its limit: no gradient is computed with a loss then.
         tangents_stay: whether gradients of the outputs are held to the end of the backward.
-        checked: backwards that have checked whether gradients of outputs are released.
-        changes: how often any of that has changed.
-        new_gradients: the latest gradients that came to exist between a forward and its backward.
+        checked: number of backwards that have checked whether gradients of outputs are released.
+        changes: how often what was learned has changed.
+        new_gradients: the latest context in which gradients came to exist between a forward and its
+            backward, and the primals that they belong to.
     """
 
     corrections: dict[Values, Correction] = field(default_factory=dict)
@@ -59,11 +61,14 @@ class Feedback:
     new_gradients: tuple[StepContext, Sequence[Set[int]]] | None = None
 
     def of_kind(self, context: StepContext) -> Correction:
-        """Return the correction of several steps in flight, for contexts of this kind."""
+        """Return what steps in flight have shown to need in contexts of the kind of ``context``."""
         return self.in_flight.get(context.kind, NO_CORRECTION)
 
     def at(self, sizes: Values, tangent_bytes: Callable[[Values], int]) -> Correction:
-        """Return the correction of watched steps, scaled by the outputs where sizes are new.
+        """Return the correction learned from steps of these sizes.
+
+        At new sizes it is the one learned at other sizes, scaled by the bytes of the outputs'
+        gradients.
 
         Args:
             sizes: the sizes of a call.
@@ -78,30 +83,30 @@ class Feedback:
         return correction
 
     def are_watched(self, sizes: Values) -> bool:
-        """Return whether steps of these sizes are watched."""
+        """Return whether steps of these sizes have their memory measured: the first sizes do."""
         return sizes in self.corrections or len(self.corrections) < MOST_WATCHED
 
     def take(self, corrections: dict[Values, Correction]) -> None:
-        """Replace the corrections of watched steps."""
+        """Replace the corrections learned at all sizes by those of ``corrections``."""
         if corrections != self.corrections:
             self.corrections = corrections
             self.changes += 1
 
     def teach(self, context: StepContext, correction: Correction) -> None:
-        """Add to the correction of several steps in flight, for contexts of this kind."""
+        """Raise the correction for contexts of the kind of ``context`` to ``correction``."""
         before = self.of_kind(context)
         if before | correction != before:
             self.in_flight[context.kind] = before | correction
             self.changes += 1
 
     def held(self, context: StepContext) -> StepContext:
-        """Return ``context``, with gradients of the outputs held if a backward has shown that."""
+        """Return ``context``; in it, outputs' gradients stay held if a backward has shown that."""
         if self.tangents_stay and not context.tangents_stay:
             return replace(context, tangents_stay=True)
         return context
 
     def corrected(self, context: StepContext, correction: Correction) -> StepContext:
-        """Return ``context`` with all feedback for contexts like it."""
+        """Return ``context`` with ``correction`` and what was learned in contexts of its kind."""
         correction |= self.of_kind(context)
         released, cleared = (context.kind in self.freed[what] for what in HELD)
         released &= bool(context.kept_bytes)
@@ -117,13 +122,14 @@ class Feedback:
         return context
 
     def relaxed(self, context: StepContext, *, accumulates: bool) -> Iterator[StepContext]:
-        """Yield contexts in which less is held in the backward, unless a step held it.
+        """Yield copies of ``context`` that assume less memory to be held in the backward.
 
-        Outputs of earlier steps may be freed before the loss, and gradients before the backward.
+        They assume that outputs of earlier steps are freed before the loss, that gradients are
+        freed before the backward, or both, except for what a step has shown to be held.
 
         Args:
             context: the context of a call.
-            accumulates: gradients are never cleared between forward and backward.
+            accumulates: whether gradients are never cleared between forward and backward.
         """
         held = {
             OUTPUTS: bool(context.kept_bytes) and not context.released,
@@ -139,13 +145,13 @@ class Feedback:
             yield replace(context, released=True, cleared=True)
 
     def assume(self, context: StepContext) -> None:
-        """Assume that outputs and gradients are freed as in ``context``, for its whole kind."""
+        """Assume that all contexts of this kind free outputs and gradients as ``context`` does."""
         for what, is_freed in zip(HELD, (context.released, context.cleared), strict=True):
             if is_freed:
                 self.freed[what].add(context.kind)
         self.changes += 1
 
     def scale(self, scaled: bool) -> None:
-        """Note whether gradients of losses differ from step to step."""
+        """Set whether the gradient of the loss is assumed to differ from step to step."""
         self.scaled = scaled
         self.changes += 1

@@ -25,10 +25,10 @@ from fxremat.planner.transfers.transfers import HostMemory
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The options of the user that plans of a graph depend on.
+    """The user's options that plans of a graph depend on.
 
     Attributes:
-        host: host memory to which storages may travel; ``None``: nothing travels.
+        host: host memory to which storages may be moved; ``None``: none are.
         exact: whether gradients must be bitwise those without a plan; otherwise inputs of norms may
             be rebuilt from outputs.
         split: which runs of operations may be computed in parts: ``"exact"``, those that keep their
@@ -54,13 +54,16 @@ class FurtherForms:
     """The forms of a graph that were not searched yet.
 
     Attributes:
-        spending: the effort that is left for forms that are not needed to fit.
-        left: forms in parts, in the order in which they are searched; ``None``: not listed yet.
-        aims: forms of which one with the peak in parts was derived; ``True``: for the least peak.
+        spending: the effort that is left for forms that are not needed to fit a budget.
+        left: forms that compute values in parts, in the order in which they are searched; ``None``:
+            not listed yet.
+        aims: forms from which one was derived that computes the values at a peak in parts, and
+            whether that was for the least peak of all.
         slow: forms that were measured and take too long.
-        coarse: the first form in parts.
-        may_unshare: whether the form that computes equal operations separately is left too.
-        scaled: whether forms for losses with another gradient at each step are listed.
+        coarse: the first form in ``left``, which has the largest parts.
+        may_unshare: whether the form that computes equal operations separately is still to be
+            searched.
+        scaled: whether forms for losses whose gradient differs at each step are listed.
     """
 
     spending: Spending
@@ -77,8 +80,13 @@ def parted(
 ) -> Iterator[Form]:
     """Yield forms in which ever smaller values are computed in parts; see :class:`Form`.
 
-    There is a form for each of ``shares``: values above the largest one divided by it are computed
-    in parts. Gradients are computed ``early_gradients`` losses only in a graph that has losses.
+    Args:
+        joint: the graph.
+        shares: there is a form for each: it computes values in parts that take more bytes than the
+            largest value of the graph divided by the share.
+        exact: whether the parts must give the same bits.
+        early_gradients: whether gradients of losses are computed together with the losses, if the
+            graph has any.
     """
     early_gradients = early_gradients and has_losses(joint)
     sizes = part_sizes(joint, shares)
@@ -89,7 +97,10 @@ def parted(
 
 
 def part_sizes(joint: JointGraph, shares: Sequence[int]) -> list[int]:
-    """Return the bytes above which values are computed in parts, one for each of ``shares``."""
+    """Return the bytes of the largest value divided by each of ``shares``, but at least 1.
+
+    A form computes values in parts that take more bytes than one of these sizes.
+    """
     table, made = joint.storages, (*joint.forward, *joint.backward)
     largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
     return [max(1, largest_bytes // share) for share in shares]
@@ -100,10 +111,15 @@ MOST_BYTES = 1 << 60
 
 
 def wanted(search: Search, limit_bytes: int, below_s: float) -> Candidate:
-    """Return the schedule whose peak parts are to lower to ``limit_bytes``.
+    """Return the candidate of ``search`` from whose peak a form with more parts is to be derived.
 
-    If none fits, that is the one of least memory. Otherwise it is the one that adds at most half as
-    much to the time with everything kept as a step of ``below_s`` does.
+    If none fits ``limit_bytes``, it is the one of least memory. Otherwise it is the one of least
+    memory whose time is at most the mean of ``below_s`` and the time with everything kept.
+
+    Args:
+        search: the candidates of the graph in one form.
+        limit_bytes: the peak that the new form is to reach.
+        below_s: seconds that a step in the new form must take less than.
     """
     if search.least_bytes > limit_bytes:
         return search.least
@@ -121,18 +137,18 @@ def aimed(
     early_gradients: bool,
     part_bytes: int,
 ) -> Form | None:
-    """Return ``form`` with values that are held at a peak computed in parts too.
+    """Return ``form`` changed to compute the values held at a candidate's peak in parts.
 
     Args:
-        search: the schedules of the graph in ``form``.
-        candidate: the one of them whose peak is meant.
-        form: how operations are computed there.
-        limit_bytes: values are included that are held where the peak exceeds this.
-        exact: whether parts keep bits.
+        search: the candidates of the graph in ``form``.
+        candidate: the one of them whose peak is to be lowered.
+        form: how operations are computed by the candidate.
+        limit_bytes: values held where memory exceeds this are computed in parts.
+        exact: whether parts must give the same bits.
         early_gradients: whether gradients are computed with losses in parts, if there are losses.
-        part_bytes: what a part holds; values up to that stay whole.
+        part_bytes: bytes that a part may hold; values up to that stay whole.
 
-    Returns ``None`` where no value of an operation is held at the peak.
+    Returns ``None`` if no value large enough is held at the peak.
     """
     nbytes = crowded(
         search.evaluator.program(candidate),
@@ -153,13 +169,20 @@ def aimed(
 
 
 def way_of(line: Line) -> tuple[bool, int, frozenset[str]]:
-    """Return what distinguishes forms of a graph: undone norms, operations, and runs in parts."""
+    """Return a key of how a graph is computed: forms with equal keys compute it alike.
+
+    It holds whether norms are undone, the number of operations, and the runs that are computed in
+    parts.
+    """
     parts = frozenset(str(n.target) for n in line.nodes if isinstance(n.target, Parts))
     return any(map(is_inverse, line.joint.forward)), len(line.nodes), parts
 
 
 def room_bytes(joint: JointGraph) -> int:
-    """Return the most bytes that an operation reads and makes, with gradients made before it."""
+    """Return a lower bound of the bytes that any plan of ``joint`` allocates.
+
+    It is the most bytes that one operation reads and makes, with gradients made before it.
+    """
     table, given = joint.storages, joint.storages.of((*joint.given, *joint.tangents))
     returned = table.of(joint.gradients) - given
     made: frozenset[int] = frozenset()

@@ -34,14 +34,15 @@ from fxremat.planner.transfers.transfers import HostMemory, Transfers
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What the candidates for a call depend on beyond the graph: a step context in values.
+    """What the candidates for a call depend on beyond the graph: its context, as sizes and bytes.
 
     Attributes:
         sizes: the value of each symbol of the graph.
-        held: what is held at these sizes in addition to what the graph allocates.
-        held_at_capture: the same at the sizes of the capture, where each form is searched first.
-        is_at_capture: ``sizes`` are those of the capture.
-        has_gradients, scaled, region: as in the step context.
+        held: bytes that are held at these sizes in addition to what the graph allocates.
+        held_at_capture: ``held`` at the sizes of the capture, where each form is searched first.
+        is_at_capture: whether ``sizes`` are those of the capture.
+        has_gradients: whether gradients exist when the forward begins.
+        scaled, region: as in :class:`StepContext`.
     """
 
     sizes: Values
@@ -54,7 +55,7 @@ class Conditions:
 
 
 def conditions_of(graph: Graph, context: StepContext) -> Conditions:
-    """Return the conditions of a call."""
+    """Return what the candidates for a call in ``context`` depend on."""
     hints = graph.sizes.hints
     return Conditions(
         context.sizes,
@@ -68,12 +69,15 @@ def conditions_of(graph: Graph, context: StepContext) -> Conditions:
 
 
 def allocator_rules(graph: Graph) -> AllocatorSettings | None:
-    """Return the rules of the device's allocator; ``None``: it hands out what is asked for."""
+    """Return the rules that the user gave for the allocator, else those of the graph's device.
+
+    ``None``: the allocator hands out exactly the bytes that are requested.
+    """
     return graph.options.allocator or settings_of(graph.device)
 
 
 def link_of(graph: Graph) -> MeasuredLink | None:
-    """Return the link to host memory, measured once; ``None``: nothing travels."""
+    """Return the bandwidths to host memory, measured at first use; ``None``: nothing is moved."""
     host = graph.options.host
     if host is not None and graph.link is None:
         graph.link = _measured_link(graph, host)
@@ -81,7 +85,7 @@ def link_of(graph: Graph) -> MeasuredLink | None:
 
 
 def _measured_link(graph: Graph, host: HostMemory) -> MeasuredLink:
-    """Return a link that is given or cached, or measure it."""
+    """Return the bandwidths to host memory: given by the user, cached, or else measured now."""
     if host.link is not None:
         return host.link
     folder, limit = host.folder, host.limit_bytes
@@ -99,7 +103,10 @@ def _measured_link(graph: Graph, host: HostMemory) -> MeasuredLink:
 
 
 def ensure_searched(graph: Graph, held: ContextBytes) -> bool:
-    """Search the variants at the sizes of the capture; return whether none was searched before."""
+    """Search schedules, at the sizes of the capture, of each variant of the graph that has none.
+
+    Returns whether no variant had schedules before.
+    """
     were_none = all(own.pool is None for own in graph.variants)
     list_forms(graph)
     for own in graph.variants:
@@ -109,7 +116,11 @@ def ensure_searched(graph: Graph, held: ContextBytes) -> bool:
 
 
 def search_again(graph: Graph, call: Conditions, *, bits: bool = True) -> list[Pool]:
-    """Search the variants for a call; their later pools look at these candidates, too."""
+    """Search schedules for a call in each variant of the graph; return one pool for each.
+
+    Pools of forms that the call must not follow are left out. Later pools of the variants include
+    these schedules.
+    """
     list_forms(graph)
     found = []
     for own, variant in zip(graph.variants, graph.at(call.sizes, bits=bits), strict=True):
@@ -121,13 +132,20 @@ def search_again(graph: Graph, call: Conditions, *, bits: bool = True) -> list[P
 
 
 def search_last(graph: Graph, call: Conditions, *, bits: bool) -> None:
-    """Search the variant that was added last for a call."""
+    """Search schedules for a call in the variant added last; its later pools include them."""
     variant, own = graph.at(call.sizes, bits=bits)[-1], graph.variants[-1]
     own.learn(searched(graph, variant, own.pool, call.held))
 
 
 def searched(graph: Graph, variant: Variant, before: Pool | None, held: ContextBytes) -> Pool:
-    """Search one variant; ``before`` is its pool at another size."""
+    """Search schedules of one variant of a graph; return them as a pool of candidates.
+
+    Args:
+        graph: the graph of the variant.
+        variant: the variant, with its costs at some size.
+        before: its pool at another size, whose candidates are tried too; ``None``: there is none.
+        held: bytes that are held in addition to what the graph allocates.
+    """
     search = Search.over(
         variant.measured,
         variant.blocks,
@@ -146,9 +164,10 @@ def searched(graph: Graph, variant: Variant, before: Pool | None, held: ContextB
 def variants_at(
     graph: Graph, sizes: Values, *, run: bool = True, bits: bool = True
 ) -> list[Variant]:
-    """Return the variants at a call's sizes.
+    """Return the graph's variants, with their costs at ``sizes``.
 
-    In a running job workspaces are estimated where they cannot be measured.
+    In a running job, workspaces that cannot be measured are estimated, with a warning. For ``run``
+    and ``bits`` see :meth:`Graph.at`.
     """
     try:
         variants = graph.at(sizes, run=run, bits=bits)
@@ -169,10 +188,11 @@ def variants_at(
 
 
 def may_follow(graph: Graph, call: Conditions, form: Form) -> bool:
-    """Return whether a call may follow a form where anything else fits.
+    """Return whether a call may follow plans of ``form`` as long as any other form fits.
 
-    Exact gradients are not computed with a loss whose gradient is not 1. Of several graphs none is
-    in parts that other processes would have to choose as well.
+    It may not where exact gradients are computed together with a loss whose gradient differs from
+    step to step, nor, as one of several graphs of a step, where it is computed in parts and other
+    processes would have to choose these as well.
     """
     by_itself = graph.peers is None or not (call.region and form.has_parts)
     return by_itself and not (call.scaled and form.early_gradients and form.exact)
@@ -182,7 +202,10 @@ def may_follow(graph: Graph, call: Conditions, form: Form) -> bool:
 
 
 def list_forms(graph: Graph) -> None:
-    """Measure the forms that every plan of the graph looks at, and list the others."""
+    """List the forms in which the graph can be rewritten; add those that every plan considers.
+
+    The forms are listed once: a second call does nothing.
+    """
     further, options = graph.further, graph.options
     if further.left is not None:
         return
@@ -203,14 +226,17 @@ def list_forms(graph: Graph) -> None:
 
 
 def grow(graph: Graph, context: StepContext) -> bool:
-    """Search the next variant that was not searched; return whether there was one."""
+    """Rewrite the graph in the next form not tried yet, and search schedules of it.
+
+    Returns whether there was such a form.
+    """
     call = conditions_of(graph, context)
     ensure_searched(graph, call.held_at_capture)
     return search_unshared(graph, call) or search_next(graph, call)
 
 
 def refuse(graph: Graph, run: Parts) -> None:
-    """Exclude a run of operations from slicing in all plans that are made after this call."""
+    """Exclude a run of operations from being computed in parts by plans that are made later."""
     forms = graph.refuse(run)
     if graph.further.left is not None:
         graph.further.left = [*forms, *graph.further.left]  # they are rebuilt without the run
@@ -218,7 +244,14 @@ def refuse(graph: Graph, run: Parts) -> None:
 
 
 def wants_faster(graph: Graph, call: Conditions, traced: Pool, seconds: float) -> bool:
-    """Return whether one more variant is searched where a plan takes so many seconds."""
+    """Return whether to search for a form that is faster than a plan that takes ``seconds``.
+
+    Args:
+        graph: the captured graph.
+        call: the conditions of the call.
+        traced: the pool of the variant as traced.
+        seconds: the time of the fastest plan so far.
+    """
     if call.region or graph.started:  # in a step nothing is measured that is not needed
         return False
     if seconds > graph.options.effort.much_slower * traced.baseline.total_s:
@@ -230,7 +263,15 @@ def wants_faster(graph: Graph, call: Conditions, traced: Pool, seconds: float) -
 def grow_faster(
     graph: Graph, call: Conditions, found: list[Pool], budget_bytes: int, below_s: float
 ) -> bool:
-    """Search one more variant that may take less than ``below_s``."""
+    """Try one more form that may take less than ``below_s``; return whether it was added.
+
+    Args:
+        graph: the captured graph.
+        call: the conditions of the call.
+        found: the pools of all variants so far.
+        budget_bytes: the peak that a plan must keep to.
+        below_s: seconds that a step must take less than.
+    """
     if below_s > graph.options.effort.much_slower * found[0].baseline.total_s and (
         search_unshared(graph, call, needed=False)
         or search_aimed(graph, call, found, budget_bytes, below_s=below_s, needed=False)
@@ -240,14 +281,21 @@ def grow_faster(
 
 
 def grow_smaller(graph: Graph, call: Conditions, below_bytes: int, *, needed: bool) -> bool:
-    """Search one more variant that may take less than ``below_bytes``."""
+    """Try one more form that may take less than ``below_bytes``; return whether it was added.
+
+    Args:
+        graph: the captured graph.
+        call: the conditions of the call.
+        below_bytes: the least peak of the variants so far.
+        needed: whether nothing fits without the form: then the effort is not limited.
+    """
     return search_unshared(graph, call, needed=needed) or search_next(
         graph, call, below_bytes=below_bytes, needed=needed
     )
 
 
 def _has_large_loss(graph: Graph, call: Conditions, traced: Pool) -> bool:
-    """Return whether a loss's gradient takes a good part of what a step allocates."""
+    """Return whether a loss's gradient is a large share of what a step allocates."""
     loss_bytes = largest_gradient_bytes(traced.search.measured.line.joint)
     own_bytes = traced.full_bytes - call.held.given_bytes
     return graph.options.effort.large_loss * loss_bytes >= own_bytes
@@ -261,11 +309,18 @@ def search_next(
     needed: bool = True,
     below_s: float = math.inf,
 ) -> bool:
-    """Search the next form in parts, if there is one and the effort allows for it.
+    """Try the next listed form that computes values in parts; return whether it was added.
 
-    At the sizes of the capture a form is skipped whose largest operation, with the gradients before
-    it, takes ``below_bytes``, where no gradient exists that these are added to. A form that takes
-    ``below_s`` with everything kept waits, with all in smaller parts, until memory asks for it.
+    A form that takes ``below_s`` with everything kept stays listed, with those after it, until
+    memory requires it.
+
+    Args:
+        graph: the captured graph.
+        call: the conditions of the call.
+        below_bytes: at the sizes of the capture, and where no gradient exists, a form is skipped if
+            its largest operation takes this much.
+        needed: whether nothing fits without the form: then the effort is not limited.
+        below_s: seconds that a step in the form must take less than.
     """
     further = graph.further
     if call.scaled and graph.options.split == "exact" and not further.scaled:
@@ -290,7 +345,13 @@ def search_next(
 
 
 def search_unshared(graph: Graph, call: Conditions, *, needed: bool = True) -> bool:
-    """Search the form in which equal operations are computed each by itself."""
+    """Try the form that computes equal operations separately; return whether it was added.
+
+    Args:
+        graph: the captured graph.
+        call: the conditions of the call.
+        needed: whether nothing fits without the form: then the effort is not limited.
+    """
     if not graph.further.may_unshare:
         return False
     is_new = _add(graph, Form(shared=False), call, needed=needed)
@@ -307,11 +368,18 @@ def search_aimed(
     needed: bool,
     below_s: float = math.inf,
 ) -> bool:
-    """Search a form in which only what a budget lacks is computed in parts.
+    """Try a form that computes in parts only what exceeds a budget; return whether it was added.
 
-    The parts are added to the forms that are fastest with everything kept, at the sizes of the
-    capture; where a loss is large, after its parts. A budget of 0 asks for the least of all: of
-    every form, whichever was faster.
+    It is derived from the form that is fastest with everything kept, at the sizes of the capture;
+    if a loss is large, from one that computes it in parts.
+
+    Args:
+        graph: the captured graph.
+        call: the conditions of the call.
+        found: the pools of all variants so far.
+        budget_bytes: the peak to reach; 0: the least possible, derived from any form.
+        needed: whether nothing fits without the form: then the effort is not limited.
+        below_s: seconds that a step must take less than.
     """
     further = graph.further
     may_aim = call.is_at_capture and not call.region and graph.options.host is None
@@ -356,21 +424,21 @@ def _add(
     below_bytes: int | None = None,
     below_s: float = math.inf,
 ) -> bool | None:
-    """Rewrite a graph as a form says, and search the variant.
+    """Rewrite a graph as ``form`` says, and search the new variant; return whether it was added.
 
     Args:
         graph: the graph, to which the variant is added.
         form: how operations are rewritten.
         call: the conditions of the call whose plans are searched.
         needed: whether no plan fits without further variants.
-        below_bytes: a variant is not searched if its largest operation takes as much; ``None``: it
-            is searched in any case.
-        below_s: a variant is not searched if it takes as much with everything kept.
+        below_bytes: a variant is not added if its largest operation takes as much; ``None``: it is
+            added in any case.
+        below_s: a variant is not added if it takes as much with everything kept.
 
     Returns:
-        Whether the operations differ from those of each earlier variant. ``None``: nothing was
-        added, because the search would exceed the effort and is not ``needed``, or the form takes
-        ``below_s``.
+        Whether a variant was added; ``False`` if it computes like an earlier one, or takes
+            ``below_bytes``. ``None``: the form may be tried again, because the search would exceed
+            the effort and is not ``needed``, or the form takes ``below_s``.
     """
     further = graph.further
     if below_s < math.inf and form in further.slow:

@@ -70,7 +70,7 @@ MOST_RESIZED = 512
 class Graph:
     """One captured graph: what it computes, its sizes, its variants, plans and feedback.
 
-    It knows no budget, no loop and no other graph: what it needs of them is an argument.
+    It knows no budget, no training loop and no other graph: what it needs of them is an argument.
 
     Args:
         module: its joint graph.
@@ -79,14 +79,14 @@ class Graph:
         caller: what is held at every call by the caller of the graph.
         progress: receives how far measuring and solving have come.
         options: the user's options that plans depend on.
-        places: the places of primals that are arguments of the call.
+        places: where each primal that is an argument of the call is passed, by index.
         costs: costs of the graph as it was traced, used in place of measured ones.
         store: the cache folder of costs and plans; ``None``: nothing is cached.
         target: a device that the graph is estimated for; nothing is run then.
-        fused: operations run as units that Inductor compiles.
+        fused: whether operations run as units that Inductor compiles.
         peers: processes that follow the same first plan.
-        model: the class of the model, for people.
-        from_data: sizes may follow from data, so each may occur only once.
+        model: the class of the model, as plans name it.
+        from_data: whether sizes may follow from data, so that each may occur only once.
         roles: the roles of primals; ``None``: they follow from ``inputs`` and the caller's tensors.
 
     Attributes:
@@ -96,15 +96,16 @@ class Graph:
         inputs, progress: as given; empty and silent once they are released.
         caller, options, store, places, roles, model: as given.
         peers: processes that follow the same plans; see :attr:`together`.
-        optimizer_bytes: optimizer state that the caller holds.
-        late_bytes: set aside for buffers of collectives that are freed late.
-        measuring_bytes: the most that measuring has held at once since somebody took that number,
-            without parameters and inputs.
+        optimizer_bytes: bytes of optimizer state that the caller holds.
+        late_bytes: bytes set aside for buffers of collectives that are freed late.
+        measuring_bytes: the most bytes that measuring has held at once, without parameters and
+            inputs; callers reset it.
         further: forms that were not searched yet.
         feedback: what its steps have shown.
         calls: its plans, and what its calls leave for the next ones.
-        link: the link to host memory, once it is measured.
-        sent: by sizes and variant, what travels in plans of other contexts.
+        link: the bandwidths to host memory, once they are measured.
+        sent: by sizes, for each variant, candidates of other contexts that move storages to host
+            memory.
         modules: emitted blocks, shared by all plans.
         started: the plan of the captured call has been made.
         bound: its processes follow the same plans at all calls.
@@ -188,7 +189,7 @@ class Graph:
         self.estimated: set[Values] = set()
 
     def is_same(self, other: Graph) -> bool:
-        """Whether ``other`` is the same step, captured once more."""
+        """Return whether ``other`` is the same step captured again, so that plans of this apply."""
         constants = self._module.graph.find_nodes(op="get_attr")  # their values may differ
         shaping = self.shaping == other.shaping and all(
             self.sizes.hints[i] == other.sizes.hints[i] for i in self.shaping
@@ -197,51 +198,51 @@ class Graph:
 
     @functools.cached_property
     def shaping(self) -> frozenset[int]:
-        """Symbols that tensors of the graph follow."""
+        """Indices of the symbols that shapes of the graph's tensors depend on."""
         return self.sizes.shaping(self._module.graph.nodes)
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """The device of the step."""
+        """The device of the graph's inputs; if they are on several, one that is not the CPU."""
         placeholders = self._module.graph.find_nodes(op="placeholder")
         devices = {t.device for node in placeholders for t in tensors_of(node)}
         return max(devices, key=lambda device: device.type != "cpu")
 
     @functools.cached_property
     def own_gradients(self) -> frozenset[int]:
-        """Primals whose gradient is made by the backward, in a storage of its own."""
+        """Primals whose gradient fills a storage that the backward allocates for it only."""
         return own_gradients(self.joint)
 
     @functools.cached_property
     def made_outputs(self) -> tuple[int, ...]:
-        """Places of the forward's results that are storages made for its caller."""
+        """Indices of results of the forward, one for each storage that it makes for its caller."""
         return made_outputs(self.joint)
 
     @functools.cached_property
     def has_collectives(self) -> bool:
-        """Whether all processes must run the same graphs."""
+        """Whether the graph has collectives, so that all processes must run the same graphs."""
         return any(map(torch_compat.is_shared, self._module.graph.nodes))
 
     @property
     def has_units(self) -> bool:
-        """Whether operations are compiled as units."""
+        """Whether operations are fused into units that Inductor compiles."""
         return self._units is not None
 
     @property
     def placeholders(self) -> tuple[fx.Node, ...]:
-        """Those of the captured graph, primals first: nothing is measured for them."""
+        """Placeholders of the captured graph, primals first; reading them measures nothing."""
         return tuple(self._module.graph.find_nodes(op="placeholder"))
 
     @property
     def executor(self) -> str:
-        """Who makes the kernels, and what is run without."""
+        """What runs operations: ``"eager"``, or ``"inductor"``, with units that stay eager."""
         if self._units is None:
             return "eager"
         failed = [str(unit) for unit in self._units if unit.eager]
         return f"inductor, but not {', '.join(failed)}" if failed else "inductor"
 
     def origin(self) -> Origin:
-        """Return what costs of it hold for that are measured now."""
+        """Return what measured costs of the graph depend on: operations, device, settings."""
         return origin_of_costs(
             self._digests,
             self.device,
@@ -253,12 +254,12 @@ class Graph:
 
     @property
     def joint(self) -> JointGraph:
-        """The graph as it was traced; all variants have the same inputs and results."""
+        """The joint graph as it was traced; all variants have its inputs and results."""
         return self.variants[0].line.joint
 
     @property
     def variants(self) -> list[Variant]:
-        """Those at the sizes of the capture, the traced one first.
+        """The variants at the sizes of the capture, first the one as traced, measured at first use.
 
         Raises:
             CostError: an operation cannot be measured.
@@ -268,10 +269,10 @@ class Graph:
         return self._variants
 
     def variant(self, form: Form) -> Variant:
-        """Return the variant of a form, which is measured if it is new.
+        """Return the graph computed in ``form``, as a variant that is measured if it is new.
 
         Raises:
-            PlanError: it has no such form.
+            PlanError: no operation of the graph can be computed as the form says.
         """
         for own in self.variants:
             if own.form == form:
@@ -284,13 +285,13 @@ class Graph:
     def add(
         self, form: Form, *, below_bytes: int | None = None, looks: Looks | None = None
     ) -> Variant | None:
-        """Add the variant of a form, unless it cannot help.
+        """Rewrite the graph as a form says and add it as a measured variant, unless it cannot help.
 
         Args:
             form: how operations are computed.
             below_bytes: a variant does not help if an operation, with the gradients before it,
                 takes as much.
-            looks: how far runs of operations are searched for.
+            looks: counts and limits the work of finding runs of operations; ``None``: no limit.
 
         Returns the new variant; ``None`` if it does not help, or is computed like another one.
         """
@@ -307,7 +308,10 @@ class Graph:
         self._variants.pop()
 
     def refuse(self, run: Parts) -> list[Form]:
-        """Let no form compute a run in parts any more; returns the forms that have."""
+        """Exclude ``run`` from being computed in parts; return the forms of variants that did.
+
+        These variants are removed.
+        """
         self._refused.add(str(run))
         has_run = [own for own in self._variants if any(parts_of(n) is run for n in own.line.nodes)]
         self._variants = [own for own in self._variants if own not in has_run]
@@ -315,11 +319,11 @@ class Graph:
 
     @property
     def has_constraints(self) -> bool:
-        """Whether a policy, or a tag, decides about an operation."""
+        """Whether a policy or a tag decides if some operation is recomputed."""
         return bool(describe(self._module))
 
     def unconstrained(self) -> Graph | None:
-        """Return this graph with nothing decided by a policy or a tag; ``None``: nothing is."""
+        """Return a copy without the decisions of a policy or tags; ``None``: there are none."""
         if not self.has_constraints:
             return None
         free: Graph = copy.copy(self)
@@ -333,11 +337,11 @@ class Graph:
 
     @property
     def correction_key(self) -> str:
-        """The key by which corrections of the step are kept."""
+        """Key of the cache entry with the corrections that steps of this graph have shown."""
         return key_of(self.origin(), loss=(self.caller.loss_bytes, self.caller.loss_small_bytes))
 
     def release(self) -> None:
-        """Drop the tensors of the captured call: no batch outlives its step."""
+        """Drop the tensors of the captured call, so that no batch is kept alive after its step."""
         self.caller = settled(self.caller, self.joint, self._real(self.joint))
         self.inputs, self.progress, self._released = {}, silent, True
 
@@ -347,17 +351,18 @@ class Graph:
         return self.peers if self.bound or self.has_collectives else None
 
     def bind(self, peers: Peers | None) -> None:
-        """Make processes follow the same plans at all calls, as another graph of the step needs."""
+        """Make ``peers`` follow the same plans at all calls, as another graph of the step needs."""
         self.peers, self.bound = peers, True
 
     def _real(self, joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
-        """Return the values of primals that are real."""
+        """Return the tensors of the primals that have a real value, by their nodes in ``joint``."""
         return {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
 
     def line(self, form: Form, *, looks: Looks | None = None) -> Line:
-        """Return the graph in stages, with its operations computed in a form.
+        """Return the graph rewritten as a form says, and cut into stages.
 
-        If the search for runs of operations is out of ``looks``, it is the graph as traced.
+        If the search for runs of operations exceeds its limit of work, ``looks``, it is the graph
+        as traced.
         """
         config = self._pass_config(form, looks=looks)
         is_traced = config.is_exact and form.shared
@@ -371,10 +376,11 @@ class Graph:
 
     @functools.cached_property
     def _as_traced(self) -> StepGraph:
-        """The step's graph, of which no pass changes a node."""
+        """The graph before operations are split, for forms that rewrite no single operation."""
         return self._built(self._pass_config(TRACED))
 
     def _built(self, config: PassConfig) -> StepGraph:
+        """Return the captured graph after the passes that come before operations are split."""
         masks = CausalMasks(cost_cache())
         if self._target is None:
             config = replace(config, can_replace=masks.can_replace)
@@ -383,7 +389,7 @@ class Graph:
         return graph
 
     def _pass_config(self, form: Form, *, looks: Looks | None = None) -> PassConfig:
-        """Return what passes are given besides the graph."""
+        """Return the configuration of the passes that rewrite the graph in ``form``."""
         return PassConfig(
             form=form,
             effort=self.options.effort,
@@ -397,9 +403,10 @@ class Graph:
         )
 
     def _other_bits(self, parts: Parts, given: Sequence[torch.Tensor]) -> Changed:
-        """Return what differs where a run is computed in parts.
+        """Return which results of a run have other bits if it is computed in parts.
 
-        Only rules say it for another device, and where sizes follow from data.
+        They are compared by running both, with tensors of the layouts of ``given``. Where nothing
+        can be run, for another device or for sizes that follow from data, rules decide.
         """
         every = Changed(frozenset(range(len(parts.outputs))))
         if str(parts) in self._refused:
@@ -410,7 +417,13 @@ class Graph:
         return other_bits(parts, given, sizes, cache=cost_cache(), note=self._note_measuring)
 
     def take(self, line: Line, form: Form, *, costs: RecordedCosts | None = None) -> Variant:
-        """Let ``line``, of a form, be a further variant, at ``costs`` or what is measured."""
+        """Add a variant of the graph, and return it.
+
+        Args:
+            line: the graph rewritten in ``form``, in stages.
+            form: how its operations are computed.
+            costs: its costs; ``None``: they are estimated, cached, or measured.
+        """
         origin, blocks = self.origin(), BlockCache(line)
         known = Measured.of(line, costs) if costs is not None else None
         measured = known or self._measured(origin, blocks, form)
@@ -430,7 +443,7 @@ class Graph:
         return variant
 
     def _agreed(self, peers: Peers, variant: Variant, *, new: bool) -> Variant:
-        """Return ``variant`` with the costs of the slowest process, and the most held by any.
+        """Return ``variant`` with the costs of the slowest process and the most bytes held by any.
 
         Args:
             peers: the processes.
@@ -458,13 +471,13 @@ class Graph:
             variant.blocks.clear()
 
     def at(self, values: Values, *, run: bool = True, bits: bool = True) -> list[Variant]:
-        """Return the variants at sizes ``values``.
+        """Return the variants with their costs, and the bytes held, at sizes ``values``.
 
         Args:
             values: numbers of the symbols.
-            run: measure what does not follow from the capture's sizes; otherwise it is scaled,
-                unless it was measured there before.
-            bits: also measure variants whose parts keep their bits.
+            run: whether to measure what does not follow from the capture's sizes; otherwise it is
+                scaled, unless it was measured there before.
+            bits: whether to measure also variants whose parts must keep their bits.
         """
         return [
             self.resized(own, values, run=run and (bits or not own.form.keeps_bits))
@@ -472,7 +485,7 @@ class Graph:
         ]
 
     def resized(self, variant: Variant, values: Values, *, run: bool = True) -> Variant:
-        """Return one of the variants at sizes ``values``; ``run`` as for :meth:`at`."""
+        """Return ``variant`` with its costs at sizes ``values``; for ``run`` see :meth:`at`."""
         if values == self.sizes.hints:
             return variant
         key = values, variant.form
@@ -484,24 +497,24 @@ class Graph:
         return resized
 
     def traced(self, values: Values) -> Variant:
-        """Return the variant as it was traced, at sizes ``values``."""
+        """Return the variant as it was traced, with costs scaled to sizes ``values``."""
         return self.resized(self.variants[0], values, run=False)
 
     def held(self, context: StepContext) -> ContextBytes:
-        """Return what is held at a call in addition to what the graph allocates, in bytes."""
+        """Return the bytes held at a call in ``context`` besides what the graph allocates."""
         return context.around(self.traced(context.sizes).base)
 
     def described(self, context: StepContext) -> tuple[tuple[str, int], ...]:
-        """Return what a call finds and its bytes, for people."""
+        """Return what is held when a call in ``context`` begins, as descriptions with bytes."""
         return context.described(self.traced(context.sizes).base)
 
     def gradient_bytes(self, values: Values, primals: Iterable[int]) -> list[int]:
-        """Return the bytes of the gradients of ``primals`` at sizes ``values``, in their order."""
+        """Return the bytes of the gradients of ``primals``, in ascending order of their indices."""
         each = self.traced(values).base.gradient_each_bytes
         return [each[i] for i in sorted(primals)]
 
     def loss_point_bytes(self, context: StepContext) -> int:
-        """Return the bytes that the step's own loss needs in a context."""
+        """Return the bytes that the step's own loss needs between forward and backward."""
         return context.loss_point_bytes(self.traced(context.sizes).base)
 
     def tangent_bytes(self, values: Values) -> int:
@@ -509,10 +522,11 @@ class Graph:
         return self.traced(values).base.tangent_bytes
 
     def _note_measuring(self, nbytes: int) -> None:
+        """Raise ``measuring_bytes``, the most that measuring held at once, to ``nbytes``."""
         self.measuring_bytes = max(self.measuring_bytes, nbytes)
 
     def _resize(self, variant: Variant, values: Values, *, run: bool) -> Variant:
-        """Return ``variant`` at other sizes."""
+        """Return ``variant`` with its costs measured at, or scaled to, sizes ``values``."""
         line, blocks = variant.blocks.line, variant.blocks  # as traced
         if run and self._target is None:
             scaled = self.resized(variant, values, run=False)
@@ -538,7 +552,7 @@ class Graph:
         return aside_bytes(joint) if self._target is not None and self.costs is None else 0
 
     def _base_bytes(self, joint: JointGraph, values: Values | None = None) -> ContextBytes:
-        """Return what is held at every call, at ``values`` or at the sizes of the capture."""
+        """Return the bytes held at every call, at ``values`` or at the sizes of the capture."""
         caller = replace(
             self.caller, reserve_bytes=self.caller.reserve_bytes + self._aside_bytes(joint)
         )
@@ -547,7 +561,7 @@ class Graph:
         )
 
     def _measured(self, origin: Origin, blocks: BlockCache, form: Form) -> Measured:
-        """Return what a graph costs: given, estimated, cached, or measured now."""
+        """Return the costs of the graph in ``form``: given, estimated, cached, or measured now."""
         line = blocks.line
         if self.costs is not None and form == TRACED:
             return Measured.of(line, self.costs)

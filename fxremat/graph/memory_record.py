@@ -37,7 +37,7 @@ def roles_of(
     resident: Iterable[torch.Tensor],
     places: Mapping[int, str],
 ) -> dict[int, Kind]:
-    """Return the roles of primals: parameters, buffers of the model, or inputs.
+    """Return for each primal whether it is a parameter, a buffer of the model, or an input.
 
     Args:
         tensors: values of primals, by index.
@@ -62,19 +62,19 @@ def record_memory(
     roles: Mapping[int, Kind],
     held_outside: Mapping[Kind, int],
 ) -> StepMemory:
-    """Record what is held while ``program`` runs.
+    """Return which tensors are held, from when to when, while ``program`` runs.
 
     Args:
         program: the calls of operations.
         context_bytes: what is held at the call of the step beyond what the graph allocates.
         footprints: the footprints of the program's line.
-        moves: storages that travel.
+        moves: storages that are moved to host memory and back.
         roles: what primals are, where that is known.
         held_outside: bytes that are held before the step, by kind, and belong to no primal:
             gradients, optimizer state and reserve. The rest is recorded as one tensor.
 
     Ensures: the most at the instants of an operation, and what is held at the last of them, are
-        those of an evaluation.
+    those of an evaluation.
     """
     line = program.line
     requests = requests_of_step(program, context_bytes, footprints, moves)
@@ -102,9 +102,9 @@ def record_memory(
 
 
 def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Footprints) -> str:
-    """Say what the peak of ``program`` is needed for.
+    """Return which operation needs the most memory of ``program``, as a phrase for a message.
 
-    Returns, for instance, ``"addmm in module blocks.3.mlp, at model.py:23 (operation B 13)"``.
+    Such a phrase is ``"addmm in module blocks.3.mlp, at model.py:23 (operation B 13)"``.
     """
     memory = record_memory(program, context_bytes, footprints, (), roles={}, held_outside={})
     held = memory.held_bytes()
@@ -127,7 +127,7 @@ def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Foo
 
 
 def _line_of(node: fx.Node) -> str:
-    """Return the user's line of an operation, or of the one that it is the backward of."""
+    """Return ``file:line`` of the user's code that an operation comes from; empty if not known."""
     lines = torch_compat.user_lines(node.stack_trace or "")
     return f"{lines[-1].file}:{lines[-1].number}" if lines else ""
 
@@ -138,7 +138,7 @@ def _given(
     roles: Mapping[int, Kind],
     held_outside: Mapping[Kind, int],
 ) -> Iterator[Tensor]:
-    """Yield what is held before the step, one tensor for each kind."""
+    """Yield what is held before the step, as one tensor for each kind, such as all parameters."""
     table = joint.storages
     storages: dict[Kind, set[int]] = {
         kind: set() for kind in (Kind.PARAMETERS, Kind.BUFFERS, Kind.INPUTS)
@@ -160,7 +160,10 @@ def _given(
 
 
 def _workspaces(call: Call, footprints: Footprints) -> Iterator[Tensor]:
-    """Yield the workspaces of a call's operations, in order; their bytes are in its requests."""
+    """Yield the workspaces of a call's operations, in order, without their bytes.
+
+    The call's allocation requests have the bytes.
+    """
     for step in footprints.steps(call.block):
         if step.workspace_bytes > 0 and step.node is not None:
             name, operation = f"{_WORKSPACE}{step.node.name}", _operation(step.node)
@@ -177,7 +180,7 @@ Key = tuple[Kind | None, int]
 
 @dataclass(slots=True)
 class _Record:
-    """Turns requests into lives of tensors."""
+    """Turns requests to the allocator into the lives of tensors, measured in instants."""
 
     line: Line
     tensors: dict[Tensor, int] = field(default_factory=dict)
@@ -202,25 +205,30 @@ class _Record:
         self.forward = frozenset(joint.forward)
 
     def next(self) -> int:
-        """Begin an instant."""
+        """Begin the next instant, and return its number."""
         self.now, self.gave = self.now + 1, False
         return self.now
 
     def take(self, tensor: Tensor, key: Key) -> None:
-        """Hold a tensor from now on."""
+        """Record that ``tensor`` is held from now on, under ``key``."""
         if self.gave:
             self.next()
         self.open[key].append((tensor, self.now))
 
     def give(self, key: Key) -> Tensor:
-        """Release a tensor at the next instant."""
+        """Record that the latest tensor of ``key`` is released at the next instant; return it."""
         tensor, begin = self.open[key].pop()
         self._live(tensor, begin, self.now + 1)
         self.gave = True
         return tensor
 
     def follow(self, requests: Iterable[Request], workspaces: Iterable[Tensor] = ()) -> None:
-        """Take and give the tensors of ``requests``."""
+        """Record the tensors that ``requests`` allocate and free.
+
+        Args:
+            requests: requests to the allocator, in order.
+            workspaces: the workspaces that the requests for workspaces allocate, in order.
+        """
         workspaces = iter(workspaces)
         for key, nbytes in requests:
             if nbytes < 0:
@@ -233,7 +241,7 @@ class _Record:
                 self.take(self._of(key), (None, key))
 
     def pass_loss_point(self, requests: tuple[Request, ...], context_bytes: ContextBytes) -> int:
-        """Follow the requests of the loss point; return its instant."""
+        """Record what is allocated and freed between forward and backward; return that instant."""
         released = sum(nbytes < 0 <= key for key, nbytes in requests)
         self.follow(requests[:released])
         if context_bytes.released_bytes:
@@ -252,9 +260,9 @@ class _Record:
         return instant
 
     def drop_outputs(self, nbytes: int) -> None:
-        """Release bytes of the outputs at the next instant, as the loop does.
+        """Release ``nbytes`` of the forward's outputs at the next instant, as the loop does.
 
-        What exceeds the outputs is released from what else is held.
+        What exceeds the outputs is released from the tensor that stands for everything else.
         """
         for key in sorted(self.outputs):
             if nbytes > 0 and self.open[None, key]:
@@ -266,13 +274,13 @@ class _Record:
             self.shrink(Kind.OTHER, nbytes)
 
     def shrink(self, kind: Kind, nbytes: int) -> None:
-        """Release bytes of what is recorded as one tensor of a kind, at the next instant."""
+        """Release ``nbytes`` of the tensor that stands for all of ``kind``, at the next instant."""
         tensor = self.give((kind, 0))
         left = replace(tensor, nbytes=tensor.nbytes - nbytes)
         self.open[kind, 0].append((left, self.now + 1))
 
     def done(self) -> tuple[tuple[Tensor, ...], tuple[Life, ...]]:
-        """Return all tensors, and their lives; what was not given is held until the end."""
+        """Return all tensors, and their lives; what was not released is held until the end."""
         end = self.now + 1
         for own in self.open.values():
             for tensor, begin in own:
@@ -281,10 +289,12 @@ class _Record:
         return tuple(self.tensors), tuple(self.lives)
 
     def _live(self, tensor: Tensor, begin: int, end: int) -> None:
+        """Record that ``tensor`` is held from instant ``begin`` to ``end``, unless it is empty."""
         if tensor.nbytes:
             self.lives.append(Life(self.tensors.setdefault(tensor, len(self.tensors)), begin, end))
 
     def _of(self, storage: int) -> Tensor:
+        """Return the record of a storage of the graph, by the storage's number."""
         if storage not in self.of_storage:
             joint = self.line.joint
             owner = joint.storages.owner[storage]
@@ -306,7 +316,7 @@ class _Record:
 
 
 def decided_in(line: Line) -> tuple[Decided, ...]:
-    """Return the operations of a line of which the planner does not decide."""
+    """Return the operations of a line that a policy or a tag decides about, each once."""
     found: dict[str, Decided] = {}
     for node in line.joint.forward:
         own = constraint_of(node)

@@ -20,11 +20,11 @@ from fxremat.report.frontier import Frontier, frontier_of
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The candidates of one variant, at one size and in one context.
+    """The candidates, schedules with or without transfers, of one variant in one context.
 
     Attributes:
         search: the candidates without transfers.
-        transfers: the candidates with transfers; ``None``: nothing may travel.
+        transfers: the candidates with transfers to host memory; ``None``: nothing may be moved.
         form: how the variant computes its operations.
     """
 
@@ -33,7 +33,7 @@ class Pool:
     form: Form
 
     def at(self, measured: Measured, held: ContextBytes, *, budget_bytes: int | None) -> Pool:
-        """Return the pool at another size or in another context.
+        """Return the pool with its candidates evaluated at another size or in another context.
 
         Args:
             measured: the variant's costs there.
@@ -55,7 +55,7 @@ class Pool:
         return replace(self, search=search, transfers=transfers)
 
     def knowing(self, other: Pool) -> Pool:
-        """Return this pool, which also looks at the candidates of ``other``, of another context."""
+        """Return this pool with the candidates of ``other``, of another context, in addition."""
         return replace(self, search=self.search.knowing(other.search))
 
     def with_sent(self, candidates: Iterable[Candidate]) -> Pool:
@@ -65,7 +65,7 @@ class Pool:
         return replace(self, transfers=self.transfers.knowing(candidates))
 
     def graded(self) -> Iterator[Candidate]:
-        """Yield candidates by ascending bytes, with transfers if there are any."""
+        """Yield candidates by ascending bytes; if storages may move, each with ever more moved."""
         pool = self.search.pool
         if self.transfers is None:
             return iter(pool.members)
@@ -74,58 +74,58 @@ class Pool:
 
     @property
     def effort(self) -> Effort:
-        """The numbers that steered the search."""
+        """Settings that bounded the search for candidates."""
         return self.search.effort
 
     @property
     def held(self) -> ContextBytes:
-        """What is held in the context of the pool."""
+        """Bytes that are held in the pool's context beyond what the graph allocates."""
         return self.search.setting.context_bytes
 
     @property
     def baseline(self) -> Candidate:
-        """The candidate that keeps everything."""
+        """The candidate that keeps everything, so it recomputes and moves nothing."""
         return self.search.baseline
 
     @property
     def full_bytes(self) -> int:
-        """The peak with everything kept."""
+        """Peak bytes with everything kept."""
         return self.search.counted_bytes(self.search.baseline)
 
     @property
     def host_limited(self) -> bool:
-        """Whether the host memory that candidates may take has a limit."""
+        """Whether candidates may use host memory, and only a limited number of bytes of it."""
         return self.transfers is not None and self.transfers.host.limit_bytes is not None
 
     @property
     def least_bytes(self) -> int:
-        """The least feasible budget."""
+        """Bytes of the least budget that a candidate keeps to."""
         return (self.transfers or self.search).least_bytes
 
     @property
     def costs(self) -> RecordedCosts:
-        """All measurements that the candidates rest on."""
+        """Measured costs that the candidates rest on, including the link to host memory."""
         link = self.transfers.link if self.transfers else None
         return replace(self.search.measured.costs, link=link)
 
     @property
     def bound_bytes(self) -> int:
-        """A lower bound of :attr:`least_bytes` that replays nothing."""
+        """Lower bound of :attr:`least_bytes` that does not simulate the allocator; may be 0."""
         return 0 if self.transfers else self.search.pool.members[0].peak_bytes
 
     def bound_s(self, budget_bytes: int) -> float:
-        """Return a lower bound of the seconds of every candidate that fits."""
+        """Return a lower bound of the seconds of any candidate that keeps to ``budget_bytes``."""
         members = () if self.transfers else reversed(self.search.pool.members)
         return next((c.total_s for c in members if c.peak_bytes <= budget_bytes), 0.0)
 
     def fits(self, budget_bytes: int) -> bool:
-        """Return whether a candidate fits."""
+        """Return whether a candidate keeps to ``budget_bytes``."""
         if self.transfers is None:
             return self.search.fits(budget_bytes)
         return self.least_bytes <= budget_bytes
 
     def describe_least(self) -> str:
-        """Say what needs the least feasible budget."""
+        """Return which operation needs the least feasible budget, as a phrase for a message."""
         if self.transfers is not None:
             return self.transfers.describe_least()
         search = self.search
@@ -133,15 +133,15 @@ class Pool:
         return describe_peak(program, self.held, search.allocations.footprints)
 
     def fastest_within(self, budget_bytes: int) -> Candidate:
-        """Return the fastest candidate that fits."""
+        """Return the fastest candidate that keeps to ``budget_bytes``."""
         return (self.transfers or self.search).fastest_within(budget_bytes)
 
 
 def frontier_over(pools: Sequence[Pool]) -> Frontier:
-    """Return the least time at every budget, over all forms, the traced one first.
+    """Return the least time at each budget, over the pools of all forms, the traced one first.
 
-    No point is faster than everything kept, which is the last one; a step whose loss is computed in
-    parts may be.
+    The last point is the time with everything kept. No point is faster, although a step whose loss
+    is computed in parts may be.
     """
     traced, *others = (pool.search for pool in pools)
     kept_s = math.nextafter(traced.baseline.total_s, math.inf)
@@ -155,7 +155,7 @@ def fastest(pools: Sequence[Pool], budget_bytes: int) -> tuple[Pool, Candidate]:
     """Return the fastest candidate within a budget, and its pool.
 
     The traced variant, the first, is preferred where it is as fast, or nearly so with everything
-    kept. Requires: one fits.
+    kept. Requires: a candidate fits.
     """
     chosen: tuple[Pool, Candidate] | None = None
     least_s = math.inf
@@ -172,12 +172,15 @@ def fastest(pools: Sequence[Pool], budget_bytes: int) -> tuple[Pool, Candidate]:
 
 
 def below_s(pools: Sequence[Pool], chosen: Candidate) -> float:
-    """Return the seconds that a step in one more form must take less than to replace ``chosen``."""
+    """Return the seconds that a candidate in a further form must beat to replace ``chosen``."""
     return chosen.total_s * (pools[0].effort.faster if chosen is pools[0].baseline else 1.0)
 
 
 def least_of(pools: Iterable[Pool]) -> Pool:
-    """Return the pool of the least feasible budget; pools that cannot have it replay nothing."""
+    """Return the pool with the least feasible budget.
+
+    The allocator is simulated only for pools whose lower bound is below the least so far.
+    """
     first, *others = sorted(pools, key=lambda pool: pool.bound_bytes)
     for pool in others:
         if pool.bound_bytes < first.least_bytes and pool.least_bytes < first.least_bytes:

@@ -38,17 +38,18 @@ def pools(
 ) -> list[Pool]:
     """Return the pool of each variant in a context, the traced variant first.
 
-    The candidates of the capture's sizes are evaluated again in the context. Where none of them
-    fits the budget, new ones and further variants are searched for.
+    The candidates of the capture's sizes are evaluated again in the context. If none of them fits
+    the budget, new ones and further variants are searched for.
 
     Args:
         graph: the captured graph.
         context: the context of a call.
         budget_bytes: the peak that a candidate must keep to; ``None``: nothing is searched for.
-        run: measure at the context's sizes what does not follow from the capture's; otherwise it
-            is scaled, which may be a little off.
-        bits: compare at those sizes whether parts keep their bits; otherwise they are assumed to.
-        needed: search however long it takes; otherwise only as far as the effort allows.
+        run: whether to measure at the context's sizes what does not follow from the capture's;
+            otherwise it is scaled, which may be a little off.
+        bits: whether to compare at those sizes if parts keep their bits; otherwise they are assumed
+            to.
+        needed: whether to search however long it takes; otherwise only as far as the effort allows.
 
     Raises:
         CostError: an operation cannot be measured, and no plan was made before.
@@ -76,7 +77,7 @@ def pools(
 def _evaluated(
     graph: Graph, call: Conditions, budget_bytes: int | None, *, run: bool, bits: bool
 ) -> list[Pool]:
-    """Evaluate the candidates of the capture's sizes for a call; see :func:`pools`."""
+    """Return the candidates of the capture's sizes, evaluated for a call; see :func:`pools`."""
     resized = variants_at(graph, call.sizes, run=run, bits=bits)
     evaluated = [
         own.pool.at(variant.measured, call.held, budget_bytes=budget_bytes)
@@ -95,7 +96,10 @@ def _widened(
     bits: bool,
     needed: bool,
 ) -> list[Pool]:
-    """Search further variants until a candidate fits, or none is left; see :func:`pools`."""
+    """Search further variants until a candidate fits or none is left; return all pools.
+
+    For the arguments see :func:`pools`.
+    """
     while (least_bytes := least_of(result).least_bytes) > budget_bytes:
         is_new = search_unshared(graph, call, needed=needed) or search_aimed(
             graph, call, result, budget_bytes, needed=needed
@@ -119,18 +123,18 @@ def least_bytes(
     bits: bool = True,
     needed: bool = True,
 ) -> int:
-    """Return the least budget of a call; arguments are those of :func:`pools`."""
+    """Return the bytes of the least budget that fits a call; for arguments see :func:`pools`."""
     result = pools(graph, context, budget_bytes, bits=bits, needed=needed)
     return least_of(result).least_bytes
 
 
 def room_bytes(graph: Graph, context: StepContext) -> int:
-    """Return the least that a step allocates beyond what is held throughout, whatever its plan."""
+    """Return the least bytes that any plan allocates beyond what is held throughout the step."""
     return min(p.least_bytes - p.held.given_bytes for p in pools(graph, context, None))
 
 
 def rough_least_bytes(graph: Graph, context: StepContext) -> int:
-    """Return about the least budget of a call, from cached candidates; nothing is run."""
+    """Return about the least budget that fits a call, from cached candidates; nothing is run."""
     call, each = conditions_of(graph, context), []
     ensure_searched(graph, call.held_at_capture)
     for own, variant in zip(graph.variants, graph.at(call.sizes, run=False), strict=True):
@@ -151,16 +155,16 @@ def least_bytes_from_scratch(
     bits: bool = True,
     exact_parts: bool = True,
 ) -> int:
-    """Return the least budget of a call whose sizes are captured first, with nothing cached.
+    """Return the least budget that would fit a call if the graph were first captured at its sizes.
 
-    Variants are searched up to the first that fits.
+    Cached candidates are not used. Variants are searched up to the first that fits.
 
     Args:
         graph: the captured graph.
         context: the context of the call.
         budget_bytes: what the peak may reach.
-        bits: compare whether parts keep their bits, of variants that fit otherwise.
-        exact_parts: look at variants whose parts must keep their bits.
+        bits: whether to compare if parts keep their bits, of variants that fit otherwise.
+        exact_parts: whether to consider variants whose parts must keep their bits.
     """
     each, held = [], graph.held(context)
     traced, *others = graph.variants
@@ -180,7 +184,7 @@ def least_bytes_from_scratch(
 
 
 def _with_sent(graph: Graph, sizes: Values, result: list[Pool]) -> list[Pool]:
-    """Return pools that look at what travels in plans of other contexts, too."""
+    """Return copies of the pools that also consider transfers of plans for other contexts."""
     if sizes not in graph.sent:
         return result
     each = itertools.zip_longest(result, graph.sent[sizes], fillvalue=())  # variants came later
@@ -188,7 +192,7 @@ def _with_sent(graph: Graph, sizes: Values, result: list[Pool]) -> list[Pool]:
 
 
 def all_pools(graph: Graph, context: StepContext) -> list[Pool]:
-    """Search all variants of a graph, and return their pools."""
+    """Search all variants of a graph; return their pools in ``context``, the traced one first."""
     while grow(graph, context):
         pass
     return pools(graph, context, None)

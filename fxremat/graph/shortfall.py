@@ -40,7 +40,7 @@ class Shortfall:
     def of(
         budget: TrainingBudget, held: Mapping[str, int], error: BudgetError, *, is_new: bool
     ) -> Shortfall:
-        """Describe why a call does not fit.
+        """Return why a call does not fit the budget.
 
         Args:
             budget: the budget of the model.
@@ -71,25 +71,25 @@ class Shortfall:
         )
 
     def warn(self) -> None:
-        """Issue the warning, unless the excess is tolerated."""
+        """Issue the warning if the budget is exceeded by more than ``TOLERATED_BYTES``."""
         if excess_bytes(self.least_bytes, self.budget_bytes):
             warn(str(self))
 
 
 def growth(before: Mapping[str, int], now: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Return what takes more bytes than before, and by how much, the most first."""
+    """Return what takes more bytes ``now`` than ``before``, and by how much, the most first."""
     more = ((what, nbytes - before.get(what, 0)) for what, nbytes in now.items())
     return tuple(sorted(((w, n) for w, n in more if n > 0), key=lambda one: -one[1]))
 
 
 def _most_of(grown: tuple[tuple[str, int], ...], over: int) -> tuple[tuple[str, int], ...]:
-    """Return the first ones, up to those that together are more than ``over`` bytes."""
+    """Return the first entries of ``grown``, up to those that together exceed ``over`` bytes."""
     sums = [0, *itertools.accumulate(nbytes for _, nbytes in grown)]
     return tuple(one for one, before in zip(grown, sums, strict=False) if before <= over)
 
 
 def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
-    """Warn that a step that was planned as it began has taken more than its budget.
+    """Warn that measuring operations inside a training step took more than the step's budget.
 
     Args:
         peak_bytes: the peak while operations were measured, with what the model holds.
@@ -107,7 +107,7 @@ def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
 
 
 def warn_counted(peak_bytes: int, budget_bytes: int) -> None:
-    """Warn of a step over its budget by the allocator's count, which was not watched."""
+    """Warn that a step exceeded its budget by the peak that CUDA's allocator has counted."""
     over = excess_bytes(peak_bytes, budget_bytes)
     if not over:
         return
@@ -119,11 +119,11 @@ def warn_counted(peak_bytes: int, budget_bytes: int) -> None:
 
 
 def excess_bytes(nbytes: int, budget_bytes: int) -> int:
-    """Return the bytes by which a step exceeds its budget; 0 if that is tolerated."""
+    """Return by how many bytes a step exceeds its budget; 0 up to ``TOLERATED_BYTES``."""
     over = nbytes - budget_bytes
     return over if over > TOLERATED_BYTES else 0
 
 
 def warn(message: str) -> None:
-    """Issue a :class:`BudgetWarning`: a step takes more than its budget."""
+    """Issue ``message`` as a :class:`BudgetWarning`."""
     torch_compat.warn(message, BudgetWarning)

@@ -17,10 +17,10 @@ from fxremat.passes.joint.sizes import layouts_of
 class Signature:
     """The inputs and results of a captured graph.
 
-    A primal is an input of the joint graph, by its index.
+    A primal is an input of the joint graph, given by its index.
 
     Attributes:
-        output_count: results of the forward that go to its caller.
+        output_count: number of results of the forward that go to its caller.
         gradients: primals that get a gradient, and the index of each gradient among the tensors
             that are differentiated.
         without_gradient: primals that get none.
@@ -36,14 +36,14 @@ class Signature:
 
     @property
     def primal_count(self) -> int:
-        """How many primals the graph has."""
+        """Number of primals of the graph."""
         return len(self.gradients) + len(self.without_gradient)
 
     @staticmethod
     def of(
         joint: fx.GraphModule, placeholders: Sequence[fx.Node], *, output_count: int
     ) -> Signature:
-        """Read the signature of a joint graph.
+        """Return the signature of a joint graph.
 
         Args:
             joint: as AOTAutograd has made it.
@@ -66,7 +66,9 @@ class Signature:
 
 
 def results_of(joint: fx.GraphModule, output_count: int) -> tuple[int, ...]:
-    """Give the backward of ``joint`` a result for each primal; return indices of those that it had.
+    """Change the backward of ``joint`` to have a result for each primal.
+
+    Returns the indices of its previous results among the new ones.
 
     Raises:
         CaptureError: an operation has ordered effects, so results cannot be distinguished.

@@ -12,9 +12,9 @@ from fxremat.passes.split.run import Looks
 
 @dataclass(slots=True)
 class Spending:
-    """The work that planning has spent on forms that were not needed to fit.
+    """The work that planning has spent on forms that were not needed to fit a budget.
 
-    Work is counted in operations, not in seconds, so plans are the same in any process.
+    Work is counted in looks at an operation, not in seconds, so plans are the same in any process.
 
     Attributes:
         effort: how much may be spent, in looks.
@@ -27,7 +27,7 @@ class Spending:
     is_spent: bool = False
 
     def looks(self, joint: JointGraph, *, needed: bool, in_step: bool) -> Looks | None:
-        """Return the looks that the search for one more form may take; ``None``: none.
+        """Return a counter that limits the search for one more form; ``None``: no effort is left.
 
         Args:
             joint: the graph.
@@ -46,9 +46,9 @@ class Spending:
         return None if self.is_spent else Looks(None if math.isinf(left) else int(left))
 
     def allows_search(self, joint: JointGraph, forms: int) -> bool:
-        """Return whether schedules of ``forms`` forms may be searched while a training step waits.
+        """Return whether ``forms`` forms may be searched again while a training step waits.
 
-        Schedules that are needed to fit are searched without a limit.
+        It limits only searches that are not needed to fit a budget.
         """
         operations = len(joint.forward) + len(joint.backward)
         effort = self.effort
@@ -56,10 +56,10 @@ class Spending:
         return looks <= effort.scale * effort.looks_in_step
 
     def spend(self, looks: Looks, joint: JointGraph, *, taken: bool) -> bool:
-        """Count the looks at a form that was not needed; return whether they were enough.
+        """Add the work on a form that was not needed; return whether it stayed within its limit.
 
         Args:
-            looks: as :meth:`looks` has returned them.
+            looks: the counter that :meth:`looks` has returned, after the search.
             joint: the graph.
             taken: whether the form was new, so that it was measured and planned.
         """

@@ -20,7 +20,7 @@ class Variant:
     A graph is computed as it was traced, with norms undone, or with runs of operations in parts.
 
     Attributes:
-        origin: what its costs hold for.
+        origin: what its measured costs depend on.
         blocks: the blocks of its stages.
         measured: its stages, and what they cost.
         base: what is held at every call beyond what the graph allocates.
@@ -39,9 +39,9 @@ class Variant:
 
     @property
     def line(self) -> Line:
-        """Its graph, cut into stages."""
+        """The graph as this variant computes it, cut into stages."""
         return self.measured.line
 
     def learn(self, pool: Pool) -> None:
-        """Look at the candidates of ``pool``, of any context, from now on."""
+        """Include the candidates of ``pool``, of any context, in the variant's pool from now on."""
         self.pool = (self.pool or pool).knowing(pool)

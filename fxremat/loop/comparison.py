@@ -16,11 +16,12 @@ MOST_MEASURED = 32
 
 @dataclass(slots=True)
 class Comparison:
-    """Compares one run of a plan in every ``every`` steps, on the numbers of the step.
+    """Compares runs of operations that a plan computes in parts with the whole, bit by bit.
 
-    The operations at once take memory that the plan does not count, so a run is compared only where
-    the budget has room for them above the plan's peak. A step that is measured is not compared, as
-    later plans would count the comparison as the step's.
+    In every ``every`` steps one run is compared, on the numbers of the step. The operations as a
+    whole take memory that the plan does not count, so a run is compared only if the budget has room
+    for them above the plan's peak. A step whose memory is measured is not compared, as later plans
+    would count the comparison as the step's.
 
     Attributes:
         every: the number of steps from one comparison to the next; 0: never.
@@ -32,7 +33,7 @@ class Comparison:
     _measured: int = 0
 
     def is_due(self, number: int, *, measured: bool) -> bool:
-        """Return whether a run of a step is to be compared.
+        """Return whether a run of the step with this number is to be compared.
 
         Args:
             number: the number of the step.
@@ -50,7 +51,7 @@ class Comparison:
         return not measured
 
     def cancel(self) -> None:
-        """Cancel a comparison whose step has ended without it."""
+        """Cancel the comparison that :meth:`begin` has prepared, if it has not taken place."""
         if self._next is not None:
             self._next.compare_next(None)
             self._next = None
@@ -64,14 +65,14 @@ class Comparison:
         takes_bytes: Callable[[Parts], int],
         refuse: Callable[[Parts], None],
     ) -> None:
-        """Compare one of the runs of a step when it is called.
+        """Have one of the runs of a step compared when it is called next.
 
         Args:
             runs: the runs of the step's plan.
             number: the number of the step.
             room_bytes: what the budget leaves above the plan's peak.
             takes_bytes: returns what comparing a run takes.
-            refuse: is called with a run that gave other bits, after a warning.
+            refuse: is called with a run that gave other bits, before a warning.
         """
         if not runs:
             return
@@ -110,7 +111,7 @@ class Comparison:
 
 
 def runs_in(form: Form, targets: Sequence[object]) -> list[Parts]:
-    """Return the runs in parts of a step that must have the bits of the operations at once.
+    """Return the runs, computed in parts, that must have the bits of their operations as a whole.
 
     Args:
         form: the form of the step.

@@ -42,7 +42,7 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 class CurrentCall(threading.local):
-    """The call of the model that this thread runs; empty where it runs none.
+    """Functions for tensors of the model's call in this thread; without a call they return none.
 
     Attributes:
         resident: returns tensors of the model, and those of the call.
@@ -61,21 +61,21 @@ class Loop:
     Attributes:
         budget: what the peak of a step may reach.
         caller: what the caller of a step holds.
-        host: the limit of host memory that all graphs share; ``None``: nothing travels.
+        host: the limit of host memory that all graphs share; ``None``: no storage is moved there.
         peers: processes that train the same model; ``None``: this one plans by itself.
         given_optimizers: the optimizers that ``optimizer=`` names; they are not kept alive.
-        state: bytes of the state that these keep, by parameter.
+        state: bytes of the state of these optimizers, by parameter.
         model: returns the model, while it exists.
         device: the device of the model.
         copies: copies of the compiled model, as for an average of its weights.
         call: the call of the model that runs.
         in_flight: steps whose backward has not run.
-        watcher: measures what a step takes, one at a time.
+        watcher: measures the memory of steps, one at a time.
         optimizers: the optimizers that step the model.
-        outside: what the loop holds outside the model.
-        comparison: the comparison of runs in parts with their operations at once.
+        outside: tensors that the loop holds outside the model.
+        comparison: compares runs in parts with their operations as a whole.
         planning: the lock of planning: evaluators of one step share buffers.
-        born: number of the compilation of the model.
+        born: number of the compilation of the model, in one order with calls of all models.
         last_call: number of the latest call of the model; 0: it was never called.
         on_new: is called with each new plan.
     """
@@ -122,15 +122,19 @@ class Loop:
         return [] if model is None else [*tensors_of(model), *self.optimizers.tensors()]
 
     def note_call(self) -> None:
-        """Note that a call of the model begins."""
+        """Record that a call of the model begins, so that other networks count what it holds."""
         self.last_call = next(_clock)
 
     def _is_active(self, other: Loop) -> bool:
-        """Return whether another network on the device has trained since this one was compiled."""
+        """Return whether ``other`` is on this device and was called since this was compiled."""
         return other.last_call > self.born and other.device == self.device
 
     def look_outside(self, arguments: Iterable[torch.Tensor]) -> None:
-        """Measure what the loop holds outside the model, as a call with ``arguments`` begins."""
+        """Measure the bytes of tensors that the training loop holds outside the model.
+
+        A call with ``arguments``, which are not counted, is about to begin. :attr:`outside` keeps
+        the result.
+        """
         if not self.budget.usual or self.peers is not None or any(self.in_flight):
             return
         if torch_compat.counted_bytes(self.device) is not None:
@@ -147,9 +151,9 @@ class Loop:
         self.outside.look(self.device, keys, given_bytes)
 
     def check_outside(self, peak_bytes: int, *, planned: bool = False) -> None:
-        """Warn of a step that exceeds the budget with what the loop holds outside the model.
+        """Warn if a step exceeds the budget only with what the loop holds outside the model.
 
-        See :meth:`Outside.check` for the arguments.
+        For the arguments see :meth:`Outside.check`.
         """
         reserve_bytes = self.caller.reserve_bytes
         self.outside.check(peak_bytes, self.budget, reserve_bytes, planned=planned)
@@ -157,7 +161,7 @@ class Loop:
     def check_measuring(
         self, measuring_bytes: int, inputs: Iterable[object], device: torch.device
     ) -> None:
-        """Warn if measuring inside a training step took more than the budget.
+        """Warn if measuring operations inside a training step took more memory than the budget.
 
         Args:
             measuring_bytes: the most that measuring held at once, beyond what the model holds.
@@ -176,7 +180,7 @@ class Loop:
             warn_of_measuring(peak_bytes, self.budget.nbytes)
 
     def other_state_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of counted optimizer state of all parameters but these."""
+        """Return the bytes of the optimizer state of all parameters but ``parameters``."""
         model = self.model()
         if model is None:
             return 0
@@ -211,11 +215,11 @@ class Loop:
         return nbytes
 
     def slack_bytes(self, device: torch.device) -> int:
-        """Return by how much blocks of the model's tensors were larger than these, at most so far.
+        """Return the most bytes by which allocator blocks have exceeded the tensors in them.
 
-        A cached block of some megabytes is handed out whole where less than one megabyte would be
-        left. So the state that an optimizer makes in its first step may take more than its size, as
-        long as it exists.
+        Tensors are those of the model and its optimizers. A cached block of some megabytes is
+        handed out whole if less than one megabyte would be left. So the state that an optimizer
+        makes in its first step may take more than its size, as long as it exists.
         """
         total_bytes = torch_compat.slack_bytes(device)
         if total_bytes > self._all_slack_bytes:
@@ -227,15 +231,15 @@ class Loop:
         return self._slack_bytes
 
     def free_host_bytes(self, later_bytes: int = 0) -> int | None:
-        """Return the host memory that a call may take; ``None``: no limit.
+        """Return the bytes of host memory that a call may take; ``None``: no limit.
 
         Args:
-            later_bytes: what later calls of its step are to take.
+            later_bytes: bytes of it that later calls of the step are to take.
         """
         if self.host is None or self.host.nbytes is None:
             return None
         return max(0, self.host.nbytes - self.host.lent_bytes - later_bytes)
 
     def spread_bytes(self) -> int:
-        """Return the bytes of existing gradients of tensors that several processes share."""
+        """Return the bytes of this process's parts of existing gradients of distributed tensors."""
         return spread_gradient_bytes(self.call.resident())

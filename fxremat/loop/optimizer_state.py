@@ -35,11 +35,11 @@ StateBytes = Mapping[int, tuple[int, ...]]
 def optimizer_bytes(
     optimizers: Iterable[Optimizer], model: nn.Module
 ) -> dict[int, tuple[int, ...]]:
-    """Return the bytes of each tensor that optimizers keep for a parameter, on its device.
+    """Return the bytes of each tensor of optimizer state, by the ``id`` of its parameter.
 
     State that does not exist yet is measured by one step of a copy of the optimizer, on a parameter
-    of the same dtype, device and number of dimensions. State on another device is not counted, such
-    as Adam's count of steps unless it is ``capturable`` or ``fused``.
+    of the same dtype, device and number of dimensions. State on another device than its parameter
+    is not counted, such as Adam's count of steps unless it is ``capturable`` or ``fused``.
 
     Args:
         optimizers: optimizers of the step; a class stands for an instance with default options.
@@ -74,7 +74,7 @@ def optimizer_bytes(
 def counted_state(
     state: StateBytes, model: nn.Module, gradients: Iterable[torch.Tensor] | None
 ) -> tuple[int, ...]:
-    """Return the bytes of each tensor of state that a step is planned for.
+    """Return the bytes of each tensor of optimizer state that a step is planned for.
 
     Args:
         state: the state of all optimizers.
@@ -94,11 +94,11 @@ def counted_state(
 def check_optimizers(
     optimizers: Iterable[Optimizer], model: nn.Module, call: Sample | None
 ) -> None:
-    """Refuse an optimizer of another model.
+    """Raise if an optimizer belongs to another model.
 
     Args:
         optimizers: the optimizers of the step; a class is accepted for any model.
-        model: the model that trains. Where nothing of it does, its arguments may be optimized.
+        model: the model that trains. If it has no parameter to train, any optimizer is accepted.
         call: a call of the model, whose tensors may be optimized too.
 
     Raises:
@@ -148,7 +148,10 @@ def _existing_state(
 
 
 def _stand_in_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the stand-in for ``parameter``."""
+    """Return the shape of the small tensor that stands for ``parameter`` in a trial step.
+
+    Its sizes are distinct primes, so that a size of the state shows which one it follows.
+    """
     shape = tuple(parameter.shape)
     if parameter.numel() <= SMALL:
         return shape
@@ -163,7 +166,10 @@ def _stand_in_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 def _try_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a stand-in for ``parameter``, and the state on its device that one step makes."""
+    """Make a trial step on a small tensor that stands for ``parameter``.
+
+    Returns that tensor, and the state on its device that the step has made.
+    """
     shape, dtype, device = _stand_in_shape(parameter), parameter.dtype, parameter.device
     probe = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
     probe.grad = torch.ones_like(probe)
@@ -185,7 +191,13 @@ def _try_step(
 def _sizes_for(
     parameter: torch.Tensor, probe: torch.Tensor, state: Iterable[torch.Tensor]
 ) -> Iterator[int]:
-    """Yield the bytes of each tensor of state of ``parameter``, computed from its stand-in's."""
+    """Yield the bytes of each tensor of state of ``parameter``, computed from a trial step.
+
+    Args:
+        parameter: the parameter.
+        probe: the small tensor that stood for it.
+        state: the state that the trial step has made for ``probe``.
+    """
     if parameter.shape == probe.shape:
         yield from (value.nbytes for value in state)
         return

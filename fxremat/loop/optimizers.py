@@ -34,7 +34,7 @@ class _Measured:
 
     Attributes:
         steps: how many steps it has made.
-        shape: its entries of state, parameters and groups when its state was added up.
+        shape: numbers of state entries, groups and parameters when the state was last added up.
         nbytes: bytes of its state.
         steps_model: whether it steps a parameter of the model.
     """
@@ -50,13 +50,13 @@ class Optimizers:
     """The optimizers that step parameters of a model: their state, and what a step allocates.
 
     Attributes:
-        budget_bytes: returns the budget when a step was measured; ``None``: there is none yet.
+        budget_bytes: returns the bytes of the budget; ``None``: there is none yet.
         given: the optimizers that ``optimizer=`` names; a class stands for all of its instances.
             They are not kept alive; one that is gone counts as one that has not stepped.
-        given_bytes: bytes of the state that these keep.
-        before_step: is called before each step, which ends what a training step takes.
-        watcher: measures what a step allocates. Watching a step that raises ends with what is
-            watched next, a forward or a profile of the user's.
+        given_bytes: bytes of their state.
+        before_step: is called before each step of an optimizer, to end measuring the training step.
+        watcher: measures what a step allocates. Measuring a step that raises ends when the next
+            measurement begins, of a forward or by a profiler of the user's.
         has_news: whether the state has changed since this was set to ``False``.
     """
 
@@ -79,20 +79,21 @@ class Optimizers:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state of all optimizers that have stepped, and still exist."""
+        """Bytes of the state of all optimizers that have stepped the model and still exist."""
         return sum([measured.nbytes for measured in self._measured.values()])
 
     @property
     def more_bytes(self) -> int:
-        """Bytes of state beyond those that ``optimizer=`` counts; negative if there are fewer."""
+        """Bytes of optimizer state beyond those that ``optimizer=`` counts; may be negative."""
         return self.beyond(self.given_bytes)
 
     def beyond(self, counted_bytes: int) -> int:
-        """Return the bytes of state beyond those that are counted; negative if there are fewer.
+        """Return by how many bytes the state exceeds ``counted_bytes``; negative if it is smaller.
+
+        Before all of the optimizers that ``optimizer=`` names have stepped, it is not negative.
 
         Args:
-            counted_bytes: what is counted of the optimizers that ``optimizer=`` names. The state
-                that exists replaces it once all of them have stepped.
+            counted_bytes: the bytes that plans count for these optimizers.
         """
         if not self._measured:
             return 0
@@ -100,6 +101,7 @@ class Optimizers:
         return more_bytes if self._all_have_stepped() else max(0, more_bytes)
 
     def _all_have_stepped(self) -> bool:
+        """Return whether each optimizer that ``optimizer=`` names has stepped the model."""
         stepped = [one for one, own in self._measured.items() if own.steps_model and own.steps]
         return bool(stepped) and all(
             any(
@@ -110,13 +112,13 @@ class Optimizers:
         )
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors of the optimizers' state."""
+        """Yield the state tensors of all optimizers that step the model."""
         for optimizer, measured in self._measured.items():
             if measured.steps_model:
                 yield from _state_of(optimizer)
 
     def watch(self, model: nn.Module, device: torch.device) -> Callable[[], None]:
-        """Watch optimizers that step parameters of ``model``; return a function that ends that."""
+        """Begin to measure state and steps of ``model``'s optimizers; return a function to stop."""
         self._model, self._device = weakref.ref(model), device
         remove = torch_compat.around_optimizers(self._before, self._after)
 
@@ -127,6 +129,7 @@ class Optimizers:
         return end
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin to measure a step of ``optimizer``, if it is one of its first of the model."""
         self.before_step()
         self.watcher.end()
         measured = self._measured.setdefault(optimizer, _Measured())
@@ -136,6 +139,10 @@ class Optimizers:
             self.watcher.begin(self._device, self._profiles.append)
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add up the state of ``optimizer`` after a step, if it may have changed.
+
+        If the step was measured, a warning is given where it exceeds the budget.
+        """
         measured = self._measured.get(optimizer)
         if measured is None:
             return
@@ -156,6 +163,7 @@ class Optimizers:
             self._check_step(optimizer, profile.forward_bytes - max(0, profile.left_bytes))
 
     def _add_up_state(self, optimizer: torch.optim.Optimizer, measured: _Measured) -> None:
+        """Set ``measured.nbytes`` to the bytes of the optimizer's state on the model's device."""
         state_bytes = sum(
             allocated_bytes(nbytes, tensor.device)
             for tensor in map(torch_compat.local_part, _state_of(optimizer))
@@ -166,7 +174,12 @@ class Optimizers:
             measured.nbytes, self.has_news = state_bytes, True
 
     def _check_step(self, optimizer: torch.optim.Optimizer, temporary_bytes: int) -> None:
-        """Warn if a step of the optimizer exceeds the budget, whatever is planned."""
+        """Warn if a step of the optimizer exceeds the budget whatever is planned.
+
+        Args:
+            optimizer: the optimizer.
+            temporary_bytes: the bytes that the step has allocated and freed.
+        """
         model, budget = self._model(), self.budget_bytes()
         if model is None or budget is None:
             return
@@ -194,7 +207,7 @@ class Optimizers:
 
 
 def _shape_of(optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-    """Return numbers that differ when state may have: of entries, groups, and parameters."""
+    """Return a key that changes if state may have: numbers of state entries, groups, parameters."""
     groups = optimizer.param_groups
     return id(optimizer.state), len(optimizer.state), *(len(group["params"]) for group in groups)
 

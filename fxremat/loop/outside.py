@@ -30,14 +30,14 @@ _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 @dataclass(slots=True)
 class Outside:
-    """Tensors that a loop has allocated outside the model since that was compiled, and holds.
+    """Measures tensors that a training loop holds outside the model, allocated since compilation.
 
     These are targets of the loss, a prefetched batch, an average of the weights, results of an
     evaluation. No plan counts them, and on a CPU no allocator does. Tensors that existed when the
     model was compiled, such as a data set, are left out.
 
     Attributes:
-        nbytes: their bytes when they were measured last.
+        nbytes: bytes of these tensors when they were measured last.
         calls: how often the model was called.
     """
 
@@ -50,14 +50,17 @@ class Outside:
     _measured_at: float = field(default_factory=perf_counter)
 
     def begin(self, device: torch.device) -> None:
-        """Leave out what exists now from later measurements."""
+        """Record the tensors that exist now, which later measurements leave out."""
         self._has_begun = True
         for tensor in _tensors_on(device):
             alive = torch_compat.StorageAlive(tensor)
             self._before[alive.key] = alive
 
     def is_due(self) -> bool:
-        """Return whether to measure as a call of the model begins: at the first and some later."""
+        """Count a call of the model that begins; return whether tensors are measured at it.
+
+        They are at the first calls, and at some later ones.
+        """
         self.calls += 1
         if not self._has_begun or (self.calls > FIRST and self.calls % WATCH_EVERY):
             return False
@@ -65,12 +68,12 @@ class Outside:
         return self.calls <= FIRST or self._seconds <= MOST_SHARE * since_s
 
     def look(self, device: torch.device, counted_keys: Iterable[int], given_bytes: int) -> None:
-        """Measure what the loop holds.
+        """Set :attr:`nbytes` to the bytes of tensors that the loop holds now.
 
         Args:
             device: the device of the model.
             counted_keys: keys of storages that are counted elsewhere.
-            given_bytes: what the target of ``loss=`` and ``reserve=`` count of it already.
+            given_bytes: bytes of them that the target of ``loss=`` and ``reserve=`` already count.
         """
         now = perf_counter()
         self._before = {key: alive for key, alive in self._before.items() if alive}
@@ -87,7 +90,7 @@ class Outside:
     def check(
         self, peak_bytes: int, budget: TrainingBudget, reserve_bytes: int, *, planned: bool = False
     ) -> None:
-        """Warn of a step that keeps to the budget without these tensors, and not with them.
+        """Warn if a step keeps to the budget, but not together with the tensors held outside.
 
         Args:
             peak_bytes: the peak of what is counted.
@@ -118,7 +121,7 @@ class Outside:
 
 
 def _tensors_on(device: torch.device) -> list[torch.Tensor]:
-    """Return dense tensors on a device that Python objects hold, with more than one number.
+    """Return the dense tensors on a device that Python objects hold, except scalars.
 
     Parts of sparse tensors are included.
     """

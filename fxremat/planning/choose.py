@@ -25,16 +25,17 @@ class Chosen:
     """A candidate that was chosen for a call, and what it was chosen from.
 
     Attributes:
-        pool: its variant's.
+        pool: the pool of its variant.
         candidate: the fastest that keeps to the budget.
         traced: the pool of the traced variant.
-        budget_bytes: what the candidate keeps to.
+        budget_bytes: the bytes that the candidate keeps to.
         least_bytes: the least feasible budget.
         full_bytes: the peak with everything kept.
         frontier: the least time at every other budget.
-        usual: what later steps of the usual loop hold beyond what this call did.
+        usual: what later steps of the usual training loop hold beyond what this call did, and its
+            bytes.
         zeros_budget_bytes: the least budget of a loop that sets gradients to zero.
-        forms_left: forms that the effort did not allow to search.
+        forms_left: number of forms that the effort did not allow to search.
     """
 
     pool: Pool
@@ -51,14 +52,14 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What steps need in several contexts.
+    """The bytes that steps need in several contexts.
 
     Attributes:
         full_bytes: the peak with everything kept.
         least_bytes: the least budget.
         first_bytes: the least budget in the first context.
         most_bytes: the largest least budget of all contexts.
-        pools, context: where ``least_bytes`` is needed.
+        pools, context: the candidates and the context that ``least_bytes`` is of.
     """
 
     full_bytes: int
@@ -72,7 +73,7 @@ class Needs:
 def choose(
     graph: Graph, context: StepContext, budget: TrainingBudget, *, least: bool = False
 ) -> Chosen:
-    """Return the fastest candidate for a call.
+    """Return the fastest candidate for a call that keeps to the budget.
 
     Further variants are searched only while one of them could still help.
 
@@ -130,14 +131,24 @@ def choose(
 
 
 def must_fit(graph: Graph, budget: TrainingBudget) -> bool:
-    """Return whether a call must keep to the budget as it is: ``"min"`` grows in later steps."""
+    """Return whether a call must keep to the present budget.
+
+    It need not in a running job where the budget is ``"min"``, which grows instead.
+    """
     return not (graph.started and budget.grows)
 
 
 def fits(
     graph: Graph, context: StepContext, budget: TrainingBudget, *, search: bool = True
 ) -> bool:
-    """Return whether a candidate keeps a call to the budget; ``search`` for one where none does."""
+    """Return whether a candidate keeps a call to the budget.
+
+    Args:
+        graph: the captured graph.
+        context: the context of the call.
+        budget: the budget of the model, already resolved.
+        search: whether to search for further candidates if no cached one fits.
+    """
     assert budget.nbytes is not None
     limit = budget.nbytes if search else None
     available = pools(graph, context, limit, needed=must_fit(graph, budget))
@@ -152,8 +163,9 @@ def budget_contexts(
 ) -> tuple[StepContext, ...]:
     """Return the contexts that a budget is resolved for: the call's, or those of the usual loop.
 
-    A budget must reach the least of the first one. A share, ``"min"`` and the least that a plan
-    names are those of the one of the first two that needs more; an error names the last, too.
+    A budget must reach the least peak in the first one. A share of the memory, ``"min"`` and the
+    least budget that a plan names are resolved for the one of the first two that needs more; an
+    error names the least of the last one, too.
     """
     if graph.started or not _is_usual(graph, context, budget):
         return (context,)
@@ -162,7 +174,10 @@ def budget_contexts(
 
 
 def usual_context(graph: Graph, context: StepContext, budget: TrainingBudget) -> StepContext:
-    """Return the step of the usual loop that least budgets are of, at a call's sizes."""
+    """Return the context of the usual loop that the least budget is of, at a call's sizes.
+
+    Where the usual loop is not assumed, it is ``context``.
+    """
     if not _is_usual(graph, context, budget):
         return context
     loop = usual_loop(graph, replace(context, kept_bytes=0))
@@ -171,11 +186,12 @@ def usual_context(graph: Graph, context: StepContext, budget: TrainingBudget) ->
 
 
 def _is_usual(graph: Graph, context: StepContext, budget: TrainingBudget) -> bool:
+    """Return whether later steps are assumed to be those of the usual training loop."""
     return graph.caller.in_flight == 1 and not context.region and budget.usual
 
 
 def needs_in(graph: Graph, contexts: Sequence[StepContext]) -> Needs:
-    """Return what steps need in one context, or in those of :func:`budget_contexts`."""
+    """Return the bytes that steps need in one context, or in those of :func:`budget_contexts`."""
     each = [pools(graph, context, None) for context in contexts]
     full, least = [], []
     for context, available in zip(contexts, each, strict=True):
@@ -193,7 +209,13 @@ def needs_in(graph: Graph, contexts: Sequence[StepContext]) -> Needs:
 
 
 def all_in_flight(graph: Graph, context: StepContext, nbytes: int) -> int:
-    """Return the peak of all steps in flight, where that of one with the others is ``nbytes``."""
+    """Return the peak bytes with as many steps in flight as there may be.
+
+    Args:
+        graph: the captured graph.
+        context: the context of one of the steps.
+        nbytes: the peak of that step, with the steps that are in flight so far.
+    """
     count = graph.caller.in_flight
     if count == 1 or context.waiting >= count:
         return nbytes
@@ -204,10 +226,10 @@ def all_in_flight(graph: Graph, context: StepContext, nbytes: int) -> int:
 
 
 def share_in_flight(graph: Graph, context: StepContext, budget: TrainingBudget) -> StepContext:
-    """Return a context that leaves room for further steps in flight.
+    """Return ``context`` with bytes of the budget reserved for further steps in flight.
 
-    What the budget leaves beyond the model is the same for each of so many steps, so that each may
-    be the next whose backward runs.
+    The budget that the model leaves is shared equally among as many steps as may be in flight,
+    since each may be the next whose backward runs.
     """
     count = graph.caller.in_flight
     if count == 1 or context.waiting >= count:
@@ -228,9 +250,9 @@ def share_in_flight(graph: Graph, context: StepContext, budget: TrainingBudget) 
 
 
 def resolve_again(graph: Graph, context: StepContext, budget: TrainingBudget) -> None:
-    """Raise a share, or ``"min"``, to what it means in the context of a call.
+    """Raise a budget that is a share, or ``"min"``, to the bytes that it means in ``context``.
 
-    It never becomes less: earlier steps may have taken what it was.
+    It is never lowered: earlier steps may have taken that much.
     """
     needs = needs_in(graph, (context,))
     nbytes = budget.written.bytes_of(full_bytes=needs.full_bytes, least_bytes=needs.least_bytes)
@@ -242,8 +264,9 @@ def resolve_again(graph: Graph, context: StepContext, budget: TrainingBudget) ->
 def _resolved(graph: Graph, budget: TrainingBudget, limit: Budget, needs: Needs) -> int:
     """Return the bytes that a budget means.
 
-    To describe the least peak of a large step takes seconds, and only an error that is raised needs
-    it: a later step grows the budget, or runs with a warning.
+    An error names the operation with the least peak, which takes seconds to find in a large step.
+    So it is found only if the error is raised, not if a later step grows the budget or runs with a
+    warning.
     """
     raises = not graph.started or (budget.may_raise and not budget.grows)
     return limit.resolve(
@@ -260,7 +283,7 @@ def _resolved(graph: Graph, budget: TrainingBudget, limit: Budget, needs: Needs)
 def _within_share(
     graph: Graph, contexts: Sequence[StepContext], limit: Budget, available: list[Pool]
 ) -> list[Pool]:
-    """Search variants until one fits a budget that is a share or the least."""
+    """Search variants until one fits a budget that is a share or ``"min"``; return all pools."""
     call = conditions_of(graph, contexts[0])
     full_bytes = needs_in(graph, contexts).full_bytes
     nbytes = limit.bytes_of(full_bytes=full_bytes, least_bytes=0)

@@ -36,7 +36,7 @@ from fxremat.runtime.slots import assign_slots
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The emitted functions of a program, and the host memory that they use."""
+    """The forward and backward emitted for a plan, and the host memory that they use."""
 
     forward: Emitted
     backward: Emitted
@@ -44,7 +44,7 @@ class _Written:
     arena: Arena | None
 
     def followed(self, record: Plan, sizes: Sizes) -> CompiledPlan:
-        """Return a plan in use."""
+        """Return the emitted functions as a plan in use, with its ``record``."""
         return CompiledPlan(record, self.forward, self.backward, sizes, self.recomputes, self.arena)
 
 
@@ -57,18 +57,18 @@ def _write(
     host: HostMemory | None,
     sizes: Values = (),
 ) -> _Written:
-    """Emit a program.
+    """Emit the forward and the backward of a program.
 
     Args:
         program: the operations of the step.
-        peaks_bytes: peak of each of its calls, for people.
-        moves: storages that travel.
+        peaks_bytes: peak of each of its calls, for comments in the code.
+        moves: storages that are moved to host memory and back.
         modules: blocks that were emitted before; new ones are added.
-        host: memory to which storages travel.
+        host: memory to which storages are moved.
         sizes: numbers of the symbols; empty: those of the capture.
 
     Raises:
-        HostMemoryError: the memory to which ``moves`` lead is not available.
+        HostMemoryError: the host memory is not available.
     """
     arena, travel = None, None
     if host is not None and moves:
@@ -90,18 +90,19 @@ def _write(
 
 
 def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> CompiledPlan:
-    """Write the functions of a chosen candidate, and the plan that describes them.
+    """Emit the forward and backward of a chosen candidate; return them with the plan's record.
 
-    The step's memory, and a lower bound of the time of any plan, are computed when they are read.
+    The step's memory over time, and a lower bound of the time of any plan, are computed only when
+    the record is read.
 
     Args:
         graph: the captured graph.
         context: the context of the call.
         chosen: the candidate, and what it was chosen from.
-        origin: what the plan holds for.
+        origin: what the plan depends on.
 
     Raises:
-        HostMemoryError: the memory to which storages travel is not available.
+        HostMemoryError: the memory to which storages are moved is not available.
     """
     pool, candidate, traced = chosen.pool, chosen.candidate, chosen.traced
     search, baseline, host = pool.search, traced.baseline, graph.options.host
@@ -143,7 +144,7 @@ def _plan(
     evaluation: Evaluation,
     written: _Written,
 ) -> Plan:
-    """Return the plan of a chosen candidate, whose ``program`` was emitted as ``written``."""
+    """Return the record of a chosen candidate, whose ``program`` was emitted as ``written``."""
     pool, candidate, traced = chosen.pool, chosen.candidate, chosen.traced
     search, baseline, held = pool.search, traced.baseline, pool.held
     line, budget_bytes = search.measured.line, chosen.budget_bytes
@@ -196,7 +197,15 @@ def _completed(
     kept: Callable[[], Evaluation],
     total_s: float,
 ) -> Plan:
-    """Return ``plan``, whose calls take ``total_s``, with what takes long to compute."""
+    """Return ``plan`` with the fields that take long to compute.
+
+    Args:
+        plan: the record of a plan.
+        record: returns the step's memory over time.
+        bound: returns a lower bound of the seconds of any plan; ``None``: the plan has it.
+        kept: returns the evaluation of the plan that keeps everything.
+        total_s: the seconds that the plan's step takes.
+    """
     if bound is not None:
         plan = replace(plan, lower_bound_s=min(bound(), total_s))
     own = kept()
@@ -205,7 +214,7 @@ def _completed(
 
 
 def _fused(program: Program, values: Values) -> tuple[Fused, ...]:
-    """Return the units and runs in parts that a step calls, in order."""
+    """Return the fused units and runs in parts that a step calls, in order, and how often."""
     targets = (node.target for call in program.calls for node in call.block.nodes)
     count = Counter(target for target in targets if isinstance(target, (Unit, Parts)))
     sizes = program.line.joint.sizes.named(values)
@@ -219,16 +228,22 @@ def _fused(program: Program, values: Values) -> tuple[Fused, ...]:
 
 
 def _held_bytes(line: Line, decision: Decision) -> tuple[int, ...]:
+    """Return, for each stage, the bytes of the tensors that it keeps from its first forward on."""
     table, held, nodes = line.joint.storages, dict(decision.held), line.nodes
     each = ([nodes[i] for i in held.get(stage, ())] for stage in range(len(line.stages)))
     return tuple(table.total(table.of(own)) for own in each)
 
 
 def follow(plan: Plan, graph: Graph, blocks: BlockCache) -> CompiledPlan:
-    """Emit the functions of a saved plan.
+    """Emit the functions of a saved plan, and check that they are those that the plan contains.
+
+    Args:
+        plan: the saved plan.
+        graph: the captured graph.
+        blocks: the blocks of the graph's stages, in the form of the plan.
 
     Raises:
-        PlanError: they are not those that the plan holds.
+        PlanError: the functions differ.
         HostMemoryError: the host memory is not available.
     """
     compiled = carry_out(plan, graph, blocks)
@@ -240,7 +255,9 @@ def follow(plan: Plan, graph: Graph, blocks: BlockCache) -> CompiledPlan:
 
 
 def carry_out(plan: Plan, graph: Graph, blocks: BlockCache) -> CompiledPlan:
-    """Emit what a plan decides, of this graph or of one that differs in its constants only.
+    """Emit the functions for what a plan decides.
+
+    The plan is of this graph, or of one that differs in its constants only.
 
     Raises:
         PlanError: the plan is of another graph.
@@ -260,6 +277,7 @@ def carry_out(plan: Plan, graph: Graph, blocks: BlockCache) -> CompiledPlan:
 
 
 def _unlike(plan: Plan) -> PlanError:
+    """Return the error that a plan's code is not what the plan decides."""
     return PlanError(
         f"the plan for {plan.budget_bytes} bytes does not lead to the code that it contains. It "
         "was changed, or written by another version of fxremat. Omit plan= to plan again, and "

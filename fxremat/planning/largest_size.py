@@ -33,23 +33,23 @@ def largest_size(
     at_sizes: Callable[[StepContext], StepContext] = lambda context: context,
     takes: Callable[[StepContext], bool] = lambda _: True,
 ) -> int | None:
-    """The largest size up to ``most`` that fits, of some dimensions that follow each other.
+    """Return the largest size, up to ``most``, of some equal dimensions that fits a budget.
 
-    Only sizes for which the captured step holds are tried, see :func:`taken_sizes`. What takes
-    longer to find of a size is asked where all that takes less has let it fit: whether it does with
-    nothing known, and whether parts keep their bits there.
+    Only sizes for which the captured graph is valid are tried, see :func:`taken_sizes`. Checks that
+    take longer are made only at sizes that pass the faster ones: whether the size fits without
+    cached candidates, and whether parts keep their bits there.
 
     Args:
         graph: the captured graph.
-        context: what a call finds.
-        group: the dimensions.
-        budget_bytes: what must not be exceeded.
-        most: the largest that is tried.
-        alone: a call is to fit with nothing known of other sizes.
-        at_sizes: makes of a context at other sizes the one that is to fit.
-        takes: whether the model takes a call.
+        context: the context of a call.
+        group: the dimensions, which always have equal sizes.
+        budget_bytes: the peak that must not be exceeded.
+        most: the largest size that is tried.
+        alone: whether the call is to fit even if nothing is cached of other sizes.
+        at_sizes: maps a context at other sizes to the one that is to fit.
+        takes: returns whether the model accepts a call in a context.
 
-    Returns ``None`` where not even the smallest fits.
+    Returns ``None`` if not even the smallest size fits.
     """
     all_pools(graph, replace(context, sizes=graph.sizes.hints))
     asked: list[Callable[[StepContext, int], int]] = [partial(least_bytes, graph, bits=False)]
@@ -91,9 +91,13 @@ def largest_size(
 
 
 def _largest_taken(takes: Callable[[int], bool], most: int, *, own: int, near: int) -> int:
-    """Return the largest size up to ``most`` that a model takes, as it does its ``own``; 0: none.
+    """Return the largest size up to ``most`` that a model accepts; 0 if there is none.
 
-    The sizes that are at most ``near`` below it are tried first.
+    Args:
+        takes: returns whether the model accepts a size.
+        most: the largest size.
+        own: a size that the model accepts.
+        near: how many of the largest sizes are tried one by one, before sizes are bisected.
     """
     if most <= 0 or takes(most):
         return most
@@ -112,14 +116,14 @@ def advised(
     *,
     at: Callable[[StepContext], StepContext] = lambda context: context,
 ) -> BudgetError:
-    """``error``, that a call does not fit, with the largest sizes that do.
+    """Return ``error``, that a call does not fit, extended by the largest sizes that do.
 
     Args:
         graph: the captured graph.
-        error: that was raised.
+        error: the error that was raised.
         context: the context of the call.
         budget: the budget of the model.
-        at: makes of a context at other sizes the one that is to fit.
+        at: maps a context at other sizes to the one that is to fit.
     """
     budget_bytes, sizes = budget.nbytes, graph.sizes
     if error.least_budget_bytes is None or budget_bytes is None:
@@ -151,22 +155,23 @@ def largest_fitting(
     guess: int | None = None,
     near: int | None = None,
 ) -> int | None:
-    """Return the largest size that fits; ``None`` where not even 1 does.
+    """Return the largest size that fits a budget; ``None`` if not even 1 does.
 
-    ``roughly_at``, which costs little, is bisected for the size that ``least_at``, which costs
-    much, is asked for next.
+    ``roughly_at``, which costs little, is bisected for the size at which ``least_at``, which costs
+    much, is called next.
 
     Args:
-        roughly_at: least bytes at a size, roughly, growing with it.
-        least_at: least bytes at a size; what fits does so at every smaller size, too.
-        first: where to begin.
-        budget_bytes: what must not be exceeded.
-        most: the largest size that may be answered.
+        roughly_at: returns about the least bytes at a size, growing with it.
+        least_at: returns the least bytes at a size; what fits does so at every smaller size, too.
+        first: the size that bisecting begins with.
+        budget_bytes: the bytes that must not be exceeded.
+        most: the largest size that may be returned.
         guess: the size that is tried first; ``None``: one that ``roughly_at`` leads to.
-        near: one that is less than the largest by no more than its own so-manieth will do.
+        near: the result may be smaller than the largest size by its own value divided by ``near``;
+            ``None``: it may not.
 
-    Ensures: the answer fits, and one more does not, or is above ``most``; if ``near``, so much
-    more.
+    Ensures: the result fits, and one more does not, or is above ``most``; with ``near``, that much
+    more does not.
     """
     low, high = 0, most + 1
     up = down = 1  # steps away from a bound at which the guess stays

@@ -40,7 +40,7 @@ def first_plan(
     kept: Plan | None = None,
     least: bool = False,
 ) -> CompiledPlan:
-    """Return the plan for the call that was captured; the graph holds no tensor of it afterwards.
+    """Return the plan for the call that was captured, and release the tensors of that call.
 
     Args:
         graph: the captured graph.
@@ -82,7 +82,13 @@ def first_plan(
 def later_plan(
     graph: Graph, context: StepContext, budget: TrainingBudget, *, least: bool = False
 ) -> CompiledPlan:
-    """Return the plan for a later call; ``least``: that of the least peak, even above the budget.
+    """Return the plan for a call after the first one.
+
+    Args:
+        graph: the captured graph.
+        context: the context of the call.
+        budget: the budget of the model.
+        least: return the plan of the least peak, even above the budget.
 
     Raises:
         BudgetError: no candidate fits the budget.
@@ -100,7 +106,12 @@ def later_plan(
 
 
 def grow_budget(budget: TrainingBudget, error: BudgetError) -> bool:
-    """Raise ``"min"`` to what a call needs; return whether the budget is ``"min"``."""
+    """Raise ``"min"`` to the bytes that a call needs; return whether the budget is ``"min"``.
+
+    Args:
+        budget: the budget of the model.
+        error: raised by planning the call; it states the bytes.
+    """
     nbytes = error.least_budget_bytes
     if nbytes is None or not budget.grows:
         return False
@@ -116,7 +127,7 @@ def grow_budget(budget: TrainingBudget, error: BudgetError) -> bool:
 def shortfall_of(
     graph: Graph, context: StepContext, budget: TrainingBudget, error: BudgetError
 ) -> Shortfall:
-    """Return why a call does not fit."""
+    """Return why a call does not fit the budget, for a warning."""
     is_new = not graph.started or context.sizes != graph.sizes.hints
     return Shortfall.of(budget, dict(graph.described(context)), error, is_new=is_new)
 
@@ -124,7 +135,7 @@ def shortfall_of(
 def _resolved_first(
     graph: Graph, context: StepContext, budget: TrainingBudget, *, least: bool
 ) -> CompiledPlan:
-    """Return the plan for the captured call; where none fits, grow the budget, warn, or raise."""
+    """Return the plan for the captured call; if none fits, grow the budget, warn, or raise."""
     try:
         return later_plan(graph, context, budget, least=least)
     except BudgetError as error:
@@ -147,7 +158,7 @@ def _resolved_first(
 def _unconstrained_bytes(
     graph: Graph, context: StepContext, budget: TrainingBudget, error: BudgetError
 ) -> int | None:
-    """Return the least budget of the captured call without what a policy, or tags, decide.
+    """Return the least budget of the captured call without the decisions of a policy or of tags.
 
     ``None``: they decide nothing, or several processes would have to agree on its costs.
     """
@@ -162,7 +173,7 @@ def _unconstrained_bytes(
 def _planned(
     graph: Graph, context: StepContext, budget: TrainingBudget, *, least: bool
 ) -> CompiledPlan:
-    """Return the plan for a call; that for the captured call may be in the cache folder."""
+    """Return the plan for a call; that for the captured call may come from the cache folder."""
     origin = _origin(graph, variants_at(graph, context.sizes)[0], context)
     is_first = context.sizes == graph.sizes.hints and graph.costs is None
     if not is_first or any(own.pool is not None for own in graph.variants):
@@ -188,7 +199,7 @@ def _planned(
 def _made(
     graph: Graph, context: StepContext, budget: TrainingBudget, origin: Origin, *, least: bool
 ) -> CompiledPlan:
-    """Choose a candidate and emit its functions."""
+    """Choose a candidate for a call, and emit it; return it as a plan in use."""
     if len(graph.modules.modules) > MOST_BLOCKS:  # of plans that may be gone
         graph.modules = BlockModules()
         graph.forget_blocks()
@@ -201,7 +212,7 @@ def _made(
 
 
 def _cached(graph: Graph, key: str) -> CompiledPlan | None:
-    """Return a plan of the cache folder."""
+    """Return the plan under ``key`` in the cache folder; ``None``: there is none that applies."""
     plan = graph.store.get("plan", key, Plan)
     if plan is None:
         return None
@@ -213,7 +224,7 @@ def _cached(graph: Graph, key: str) -> CompiledPlan | None:
 
 
 def _followed(graph: Graph, kept: Plan, context: StepContext) -> CompiledPlan:
-    """Return a saved plan with its functions."""
+    """Return a saved plan as a plan in use, after checking that it is of this graph and call."""
     if kept.origin is None or kept.measured is None:
         raise PlanError("this plan was not made from a model: compile without plan=")
     line = graph.line(kept.form)
@@ -237,7 +248,7 @@ def _followed(graph: Graph, kept: Plan, context: StepContext) -> CompiledPlan:
 
 
 def _origin(graph: Graph, variant: Variant, context: StepContext) -> Origin:
-    """Return what a plan holds for."""
+    """Return what a plan depends on: the graph, device, options, and the bytes held at a call."""
     options = graph.options
     return origin_of_plan(
         variant.origin,
@@ -255,7 +266,7 @@ def _origin(graph: Graph, variant: Variant, context: StepContext) -> Origin:
 
 
 def _by_first_process(graph: Graph, find: Callable[[], CompiledPlan]) -> CompiledPlan:
-    """Return the plan that ``find`` makes in the first of several processes."""
+    """Return, in all processes, the plan that ``find`` makes in the first one."""
     if graph.peers is None:
         return find()
     list_forms(graph)  # all processes: they agree on the costs of each
@@ -274,7 +285,7 @@ def _by_first_process(graph: Graph, find: Callable[[], CompiledPlan]) -> Compile
 
 
 def _as_first(graph: Graph, plan: Plan) -> CompiledPlan | None:
-    """Return the first process's plan with this one's constants; ``None``: it does not apply."""
+    """Return the first process's ``plan``, emitted in this one; ``None``: it does not apply."""
     try:
         variant = graph.variant(plan.form)
         compiled = carry_out(plan, graph, variant.blocks)

@@ -15,15 +15,15 @@ from fxremat.runtime.steps import SCALAR_BYTES
 
 @dataclass(frozen=True, slots=True)
 class UsualLoop:
-    """Contexts of the usual loop's later steps, by what its ``zero_grad`` does.
+    """Contexts of later steps of the usual training loop, by when it clears gradients.
 
     In each of them the previous step's outputs are held until the new ones replace them.
 
     Attributes:
         cleared: gradients are ``None`` when a forward begins: they are cleared before the forward,
             or after the optimizer's step.
-        between: they exist during the forward, and are cleared before the backward.
-        zeros: they exist throughout, set to zero or accumulated.
+        between: gradients exist during the forward, and are cleared before the backward.
+        zeros: gradients exist throughout, set to zero or accumulated.
     """
 
     cleared: StepContext
@@ -32,7 +32,7 @@ class UsualLoop:
 
 
 def usual_loop(graph: Graph, context: StepContext) -> UsualLoop:
-    """Return the contexts of the usual loop's later steps.
+    """Return the contexts of later steps of the usual training loop.
 
     Args:
         graph: the captured graph.

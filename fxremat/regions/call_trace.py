@@ -15,30 +15,32 @@ from fxremat.runtime.steps import Step
 
 @dataclass(slots=True, eq=False)
 class CallTrace:
-    """The calls of one step, in the order of their forwards.
+    """The calls of one step that runs several graphs, in the order of their forwards.
 
     Attributes:
-        base_bytes: what is held when the step begins; ``None``: not known yet.
-        first_call_bytes: of that, what its first call has measured beyond what the model holds.
+        base_bytes: bytes held when the step begins; ``None``: not known yet.
+        first_call_bytes: the part of them that its first call has measured beyond what the model
+            holds.
         calls: the calls so far.
-        steps: what their forwards have left, while it exists.
-        matching: profiles of steps that begin with the same calls.
-        positions: the position that the step has reached in each profile, where some of that
-            profile's calls are left out.
+        steps: the steps in flight that their forwards have left, not kept alive.
+        matching: profiles of earlier steps that began with the same calls.
+        positions: for profiles of which calls may be left out, the position that the step has
+            reached.
         is_open: whether a call of the model runs.
         last_backward: the position of the call whose backward began last.
         is_observed: whether the end of a backward was observed.
         is_unplanned: whether a call matches no profile, or had no room in its plans.
-        is_watched: whether it is watched.
-        count: counts its peak, where it is not watched.
-        why_unobserved: why it has no profile; empty: it may have one.
-        has_failed: whether a call of the model has raised: no further call belongs to it.
+        is_watched: whether the memory of the step is measured.
+        count: counts the peak of a step whose memory is not measured.
+        why_unobserved: why the step has no profile; empty: it may have one.
+        has_failed: whether a call of the model has raised: no further call belongs to the step.
         line: the line of the user's code that calls the model.
-        kept_bytes: outputs of earlier steps that are held when it begins.
-        returned_bytes: outputs of the model, which the usual loop holds into the next step.
+        kept_bytes: bytes of outputs of earlier steps that are held when it begins.
+        returned_bytes: bytes of outputs of the model, which the usual training loop holds into the
+            next step.
         has_warned: whether the user was warned that no plans of it fit.
         has_no_backward: whether nothing that the model returned leads to a backward; then it is
-            watched until the next call, or the optimizer's step.
+            measured until the next call, or the optimizer's step.
     """
 
     base_bytes: int | None = None
@@ -73,16 +75,16 @@ class CallTrace:
 
     @property
     def ran(self) -> list[RegionCall]:
-        """The calls whose forward has ended."""
+        """Calls whose forward has ended."""
         return [call for call in self.calls if call.compiled is not None]
 
     @property
     def first_waiting_bytes(self) -> int:
-        """What steps in flight held when the first call began."""
+        """Bytes that earlier steps in flight held when the first call began."""
         return self.calls[0].context.waiting_bytes
 
     def planned_bytes(self) -> Iterator[int]:
-        """Yield the peak of each planned call, beyond what is held when the step begins.
+        """Yield the planned peak of each call, in bytes beyond those held when the step begins.
 
         Plans have room for any of the steps that the call may be one of.
         """
@@ -94,7 +96,7 @@ class CallTrace:
                 yield call.compiled.record.predicted_peak_bytes - base_bytes
 
     def begin_forward(self) -> None:
-        """Begin the forward of the latest call; count the step's peak where it is not watched."""
+        """Record when the latest call's forward begins; count the peak if it is not measured."""
         call = self.calls[-1]
         if self.count is None and not self.is_watched:
             held_bytes = (self.base_bytes or 0) + call.context.waiting_bytes
@@ -102,7 +104,7 @@ class CallTrace:
         call.times_s.append(perf_counter())
 
     def end_forward(self, step: Step) -> None:
-        """End the forward of the latest call, which leaves ``step`` for its backward."""
+        """Record that the latest call's forward has ended and left ``step`` for its backward."""
         self.steps.append(weakref.ref(step))
         step.part = self, len(self.calls) - 1
         call = self.calls[-1]
@@ -110,7 +112,12 @@ class CallTrace:
         call.times_s.append(perf_counter())
 
     def begin_backward(self, position: int, in_flight: Iterable[Step]) -> None:
-        """Begin the backward of the call at ``position``, while ``in_flight`` hold memory."""
+        """Record when the backward of the call at ``position`` begins.
+
+        Args:
+            position: the index of the call.
+            in_flight: the steps that hold memory at that time.
+        """
         call, self.last_backward = self.calls[position], position
         if self.is_watched:
             held_bytes = sum(step.held_bytes for step in in_flight)
@@ -118,20 +125,23 @@ class CallTrace:
         call.times_s.append(perf_counter())
 
     def end_backward(self, position: int) -> int | None:
-        """End the backward of the call at ``position``; return the step's peak if it is counted."""
+        """Record when the backward of the call at ``position`` ends.
+
+        Returns the peak bytes of the step so far; ``None`` if they are not counted.
+        """
         self.calls[position].times_s.append(perf_counter())
         return self.count.peak_bytes() if self.count else None
 
     def compare_with(self, profiles: Iterable[StepProfile]) -> None:
-        """Compare the step with ``profiles`` from now on."""
+        """Set the profiles of earlier steps that :meth:`advance` compares the step with."""
         self.matching = list(profiles)
         self.positions = dict.fromkeys(self.matching, -1)
 
     def advance(self, key: CallKey) -> list[tuple[StepProfile, int]]:
-        """Note the next call; return the profiles in which it comes next, and its positions there.
+        """Note the next call; return the profiles in which it comes next, and its position in each.
 
-        These are the profiles with the same calls so far, if there are any; else those that cover
-        the call.
+        These are the profiles with the same calls so far, if there are any; else those that have,
+        later on, a call of the same graph with sizes at least as large.
         """
         at = len(self.calls)
         self.matching = [p for p in self.matching if at < len(p.calls) and p.calls[at].key == key]
@@ -145,7 +155,10 @@ class CallTrace:
         return [(profile, at) for profile in self.matching] or covering
 
     def profiles(self) -> list[CallProfile] | None:
-        """Return the bytes of each call; ``None``: the step was not watched to its end."""
+        """Return the measured bytes of each call; ``None``: not measured to the step's end.
+
+        They are those at its forward, after it, at its backward, and after that.
+        """
         rows: list[CallProfile] = []
         for call in self.calls:
             measured = call.profile
@@ -163,13 +176,16 @@ class CallTrace:
         return rows
 
     def between_s(self) -> Iterator[float]:
-        """Yield the seconds from each call to the next and back, once the step has ended."""
+        """Yield the seconds that code between each call and the next took, in both directions.
+
+        Requires: the step has ended.
+        """
         for call, after in zip(self.calls, self.calls[1:], strict=False):
             yield after.times_s[0] - call.times_s[1] + call.times_s[2] - after.times_s[3]
 
 
 class StepsByThread(threading.local):
-    """The step that the current thread runs.
+    """The step of several graphs that the current thread runs.
 
     Attributes:
         trace: the calls of the step; ``None`` before the first one.
@@ -181,12 +197,12 @@ class StepsByThread(threading.local):
 
     @property
     def running(self) -> CallTrace:
-        """The step of the call that was entered last."""
+        """The step of the call that this thread entered last."""
         assert self.trace is not None
         return self.trace
 
     def current(self) -> CallTrace | None:
-        """Return the step that the next call belongs to; ``None``: that begins another one."""
+        """Return the step that the next call belongs to; ``None``: the call begins a new step."""
         trace = self.trace
         if trace is None or trace.has_failed:
             return None

@@ -24,11 +24,13 @@ from fxremat.units import format_bytes
 def region_context(
     context: StepContext, correction: Correction, host_bytes: int | None = None
 ) -> StepContext:
-    """Return the context of a region's call, with what is held beyond its graph as a correction.
+    """Return a context for a call in a step of several graphs.
+
+    All that is held besides the graph is replaced by ``correction``, which counts it.
 
     Args:
         context: the context of the call.
-        correction: what is held beyond the graph.
+        correction: the bytes held besides the graph.
         host_bytes: host memory that the call may take; ``None``: no limit.
     """
     return replace(
@@ -52,7 +54,7 @@ def _all_storage_bytes(graph: Graph, context: StepContext) -> int:
 def context_to_hold_least(
     graph: Graph, context: StepContext, host_bytes: int | None = None
 ) -> StepContext:
-    """Return a context in which the plan is best that holds least for its backward.
+    """Return a context for which the best plan is the one that holds least for its backward.
 
     See :func:`region_context` for the arguments.
     """
@@ -69,7 +71,7 @@ def context_to_hold_least_within(
     *,
     needed: bool,
 ) -> StepContext:
-    """Return a context in which the plan is best that holds least and keeps to a budget.
+    """Return a context for which the best plan holds least, of those that keep to a budget.
 
     All that the budget leaves beyond the least is assumed to be allocated at the loss point: a plan
     that holds more exceeds the budget there, and so does one that takes more otherwise.
@@ -81,7 +83,8 @@ def context_to_hold_least_within(
         held: ``more_bytes``: what is held when the call begins; ``left_bytes``: gradients of other
             calls that come to exist before its backward begins.
         host_bytes: host memory that the call may take; ``None``: no limit.
-        needed: the call must keep to the budget as it is, whatever searching for a plan takes.
+        needed: whether the call must keep to the present budget, whatever searching for a plan
+            takes.
     """
     least = context_to_hold_least(graph, context, host_bytes)
     given_bytes = graph.held(least).given_bytes
@@ -101,8 +104,8 @@ def context_to_hold_least_within(
 def choices_of(graph: Graph, context: StepContext) -> tuple[Choice, ...]:
     """Return the plans of a graph that no other dominates, last the one that keeps everything.
 
-    A plan dominates another one where it is no worse in bytes held, both peaks, seconds and, where
-    it is limited, host memory. The transfers of these plans are looked at in every later context.
+    A plan dominates another one if it is no worse in bytes held, both peaks, seconds and, if it is
+    limited, host memory. Later searches of the graph consider the transfers of these plans.
     """
     all_bytes = _all_storage_bytes(graph, context)
     candidates: dict[Choice, tuple[int, Candidate]] = {}
@@ -133,14 +136,14 @@ def choose_together(
     first_bytes: int = 0,
     host_bytes: int | None = None,
 ) -> Chosen:
-    """Return plans for all calls of a step, the fastest together.
+    """Return one plan for each call of a step, so that the step is fastest within a budget.
 
     Args:
         calls: the calls, with their choices.
         budget: the budget that they share.
         base_bytes: what is held when the step begins.
-        most_states: pairs of bytes and seconds that are kept after each call.
-        first_bytes: the most bytes beyond that before the first call.
+        most_states: how many pairs of bytes and seconds the search keeps after each call.
+        first_bytes: the most bytes before the first call, beyond ``base_bytes``.
         host_bytes: host memory that they may take together; ``None``: no limit.
 
     Raises:
@@ -189,12 +192,12 @@ def _needed_by(
     base_bytes: int,
     most_states: int,
 ) -> str:
-    """Say what needs the least budget of a step.
+    """Return what needs the least budget of a step, as a phrase for an error.
 
     Args:
         calls: the calls of the step.
         least_bytes: what they need within host memory.
-        host_bytes: the limit of that; ``None``: no limit.
+        host_bytes: the limit of host memory; ``None``: no limit.
         base_bytes: what is held when the step begins.
         most_states: as of :func:`choose_together`.
     """
@@ -212,6 +215,7 @@ def _needed_by(
 
 
 def _choice(pool: Pool, candidate: Candidate) -> Choice:
+    """Return what a candidate holds, allocates and takes, for the choice among calls of a step."""
     evaluation, held = pool.search.evaluator.evaluation(candidate), pool.held
     loss_point, peaks_bytes = evaluation.loss_point, evaluation.peaks_bytes
     return Choice(
@@ -224,6 +228,7 @@ def _choice(pool: Pool, candidate: Candidate) -> Choice:
 
 
 def _dominates(one: Choice, other: Choice) -> bool:
+    """Return whether ``one`` is no worse than ``other`` in anything, and not equal to it."""
     return one != other and (
         one.held_bytes <= other.held_bytes
         and one.forward_bytes <= other.forward_bytes

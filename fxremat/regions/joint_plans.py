@@ -26,13 +26,13 @@ again."""
 
 
 def margin_bytes(budget: TrainingBudget) -> float:
-    """Return by how much less may be held than plans were chosen for."""
+    """Return how many bytes less than planned for may be held before plans are chosen again."""
     return MARGIN * (budget.nbytes or 0)
 
 
 @dataclass(slots=True)
 class JointPlans:
-    """The choice of plans for all calls of a step together.
+    """Chooses plans for all calls of a step together, within one budget.
 
     In all methods ``base_bytes`` is what is held when a step begins, with what is set aside.
     """
@@ -41,9 +41,10 @@ class JointPlans:
     _choices: dict[tuple[CallKey, bool], tuple[Choice, ...]] = field(default_factory=dict)
 
     def leaves_room(self, loop: Loop, profile: StepProfile, base_bytes: int) -> bool:
-        """Return whether plans were chosen for what is held when a step begins, or a little more.
+        """Return whether the plans of a step may be followed where ``base_bytes`` are held.
 
-        Host memory, too, may be a little more than what they were chosen for.
+        They may if they were chosen for as many bytes or slightly more, and for as much host memory
+        or slightly less than is free.
         """
         host_bytes = loop.free_host_bytes()
         more_bytes = (host_bytes or 0) - (profile.host_bytes or 0)
@@ -53,16 +54,16 @@ class JointPlans:
     def leave_room(
         self, loop: Loop, profiles: StepProfiles, key: CallKey, base_bytes: int
     ) -> bool | None:
-        """Return whether the plans of all steps that begin with a call leave room.
+        """Return whether the plans of all steps that begin with the call ``key`` may be followed.
 
-        ``None``: no step begins with it.
+        ``None``: no step begins with it. See :meth:`leaves_room`.
         """
         begun = [profile for profile in profiles if profile.keys[:1] == (key,)]
         fit = (self.leaves_room(loop, profile, base_bytes) for profile in begun)
         return all(fit) if begun else None
 
     def grow_budget(self, budget: TrainingBudget, nbytes: int | None) -> bool:
-        """Raise ``"min"`` to what a made plan takes; return whether it has grown.
+        """Raise ``"min"`` to ``nbytes``, which an emitted plan takes; return whether it has grown.
 
         Plans are chosen together by what each call takes by itself. An allocator may need a little
         more for the plan that is made of them.
@@ -85,7 +86,7 @@ class JointPlans:
     ) -> tuple[list[tuple[StepProfile, int]], BudgetError | None]:
         """Return the profiles whose plans have room for a call, and its position in each.
 
-        Plans are chosen for those that have none. Where no profile that the step matches has plans
+        Plans are chosen for profiles that have none. If no profile that the step matches has plans
         that fit the calls so far, the error of the first is returned as well.
 
         Args:
@@ -135,7 +136,8 @@ class JointPlans:
     ) -> bool:
         """Choose plans for all calls of a step, unless those that it has leave room.
 
-        A step that begins with the same calls may end before those that do not fit.
+        If not all calls fit, the step may still follow this profile: it may end before those that
+        do not.
 
         Args:
             loop: the training loop of the model.
@@ -145,10 +147,10 @@ class JointPlans:
             begun: how many of its calls have begun.
             followed_by: processes that must follow the same plans; ``None``: there are none.
 
-        Returns whether plans fit; if not, some fit for the calls that have begun.
+        Returns whether plans fit for all calls; if not, some fit for the calls that have begun.
 
         Raises:
-            BudgetError: no plans fit.
+            BudgetError: no plans fit for the calls that have begun.
         """
         if self.leaves_room(loop, profile, base_bytes):
             return True
@@ -185,7 +187,7 @@ class JointPlans:
     def _chosen(
         self, loop: Loop, profile: StepProfile, base_bytes: int, host_bytes: int | None
     ) -> Chosen:
-        """Choose plans together, searching further forms of each graph until some fit."""
+        """Return plans chosen together; search further forms of each graph until some fit."""
         while True:
             calls = self._calls(profile)
             try:
@@ -214,7 +216,7 @@ class JointPlans:
         base_bytes: int,
         host_bytes: int | None,
     ) -> int:
-        """Return how many first calls of a step, less than all, fit the budget by some plans."""
+        """Return how many first calls of a step, less than all, fit the budget with some plans."""
         limit_bytes = budget.nbytes
         if limit_bytes is None or budget.grows:
             return 0
@@ -230,7 +232,7 @@ class JointPlans:
         return bisect_left(range(1, len(calls)), True, key=exceeds)
 
     def _set_budget(self, budget: TrainingBudget, profiles: StepProfiles, chosen: Chosen) -> None:
-        """Set the budget to what plans were chosen for; ``"min"`` to what all steps need."""
+        """Set the budget to that of the chosen plans; ``"min"`` to the most that a step needs."""
         nbytes = chosen.budget_bytes
         if budget.grows:
             planned = (own.least_bytes for own in profiles if own.choices)
@@ -238,7 +240,7 @@ class JointPlans:
         budget.set(nbytes)
 
     def _grow(self, profile: StepProfile) -> bool:
-        """Search one more form of each graph of a step; return whether there was one."""
+        """Search plans of one more form of each graph of a step; return whether there was one."""
         contexts = {call.graph: call.context for call in profile.calls}
         grown = [grow(graph, context) for graph, context in contexts.items()]
         if any(grown):
@@ -267,7 +269,7 @@ def planned_context(
     matches: Sequence[tuple[StepProfile, int]],
     held_bytes: int,
 ) -> StepContext:
-    """Return the context of a planned call, with room for each step that it may be one of.
+    """Return the context that a call is planned for, with room for each step that it may belong to.
 
     Args:
         loop: the training loop of the model.

@@ -12,7 +12,7 @@ from fxremat.regions.step_profiles import RegionCall
 
 
 class ReadParameters:
-    """The parameters that calls of regions have read; they are not kept alive."""
+    """The parameters that calls of regions have read, as weak references."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -22,7 +22,7 @@ class ReadParameters:
         self._by_id.update((id(p), weakref.ref(p)) for p in parameters)
 
     def bytes_beyond(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Return the bytes of all but ``parameters``, with their gradients."""
+        """Return the bytes of all parameters read so far but ``parameters``, with gradients."""
         excluded = set(map(id, parameters))
         others = [p for p in self._alive() if id(p) not in excluded]
         gradients = [p.grad for p in others if p.grad is not None]
@@ -35,12 +35,12 @@ class ReadParameters:
     def later_gradient_bytes(
         self, resident: Iterable[torch.Tensor], calls: Sequence[RegionCall]
     ) -> int:
-        """Return the bytes of gradients that exist at a call's backward and not at its forward.
+        """Return the bytes of gradients made after a call's forward, but before its backward.
 
-        These are of parameters that none of the calls so far reads: later calls make them.
+        They are of parameters that none of the calls so far reads: later calls make them.
 
         Args:
-            resident: tensors of the model and of its call, where that is reported.
+            resident: tensors of the model and of its call, if calls of the model are reported.
             calls: the calls of the step so far.
         """
         read = {key for call in calls for key in call.parameters}

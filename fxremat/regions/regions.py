@@ -37,21 +37,22 @@ from fxremat.runtime.steps import SCALAR_BYTES, Step
 
 @dataclass(slots=True)
 class Regions:
-    """The regions of one model, and the steps that run them.
+    """The regions of one model, which are graphs that one step runs in turn, and its steps.
 
     Attributes:
         peers: processes that train the same model.
-        warnings: to the user of the model.
+        warnings: issues warnings to the user of the model.
         several: whether steps run several graphs.
         called: whether calls of the model are reported, by :meth:`begin_call`.
-        profiles: the profiles of steps that were watched.
+        profiles: the profiles of steps whose memory was measured.
         trained: tensors that backwards have computed a gradient of, by ``id``.
-        late_bytes: left free, as they may be allocated, or freed, at another moment than measured.
+        late_bytes: bytes left free, as they may be allocated, or freed, at another moment than
+            measured.
         together: whether graphs have collectives, so that all processes must follow the same plans
             at all calls.
         steps: how many steps have begun.
-        captured: whether the step before has captured a graph, or failed to: reference cycles of
-            that hold memory.
+        captured: whether the step before has captured a graph, or failed to, which leaves reference
+            cycles that hold memory.
         entered: whether a call of a region has begun.
         latest: the calls of the latest step that followed plans which were chosen together.
     """
@@ -83,12 +84,12 @@ class Regions:
     # Calls of the model
 
     def begin_call(self, loop: Loop, device: torch.device, held_bytes: Callable[[], int]) -> None:
-        """Begin a call of the model; it may belong to a step whose backward has not begun.
+        """Begin a call of the model, and a step unless the call belongs to one that has begun.
 
         Args:
             loop: the training loop of the model.
             device: the device of the model.
-            held_bytes: returns what is held then: by the model, as gradients, as arguments.
+            held_bytes: returns the bytes held by the model, by gradients and by arguments.
 
         Raises:
             BudgetError: steps take more than the budget whatever their plans.
@@ -106,7 +107,7 @@ class Regions:
             trace.is_open = True
 
     def end_call(self, loop: Loop, outputs: object) -> None:
-        """End a call of the model that has returned ``outputs``."""
+        """Note that a call of the model has returned ``outputs``, and observe their backward."""
         trace = self._thread.trace
         if trace is None:
             return
@@ -118,7 +119,7 @@ class Regions:
         watch_backward(loop, trace, outputs)
 
     def call_raised(self) -> None:
-        """End a call of the model that has raised."""
+        """Note that a call of the model has raised: no further call belongs to its step."""
         trace = self._thread.trace
         if trace is not None:
             trace.has_failed, trace.is_open = True, False
@@ -126,7 +127,7 @@ class Regions:
     def graph_raised(self) -> None:
         """Note that a graph has raised, or could not be planned.
 
-        That ends its step where calls of the model are not reported.
+        If calls of the model are not reported, that ends its step.
         """
         if not self.called:
             self.call_raised()
@@ -182,7 +183,7 @@ class Regions:
         return planned_context(loop, graph, context, matches, held_bytes), True
 
     def will_choose(self, loop: Loop, graph: Graph, context: StepContext) -> bool:
-        """Return whether plans are chosen again, for what is held, if a step begins with a call."""
+        """Return whether a call begins a step whose plans are chosen again, for the bytes held."""
         trace = self._thread.current()
         if trace is None or trace.calls or trace.base_bytes is None:
             return False
@@ -192,22 +193,25 @@ class Regions:
         return self._plans.leave_room(loop, self.profiles, key, base_bytes) is False
 
     def choose_again(self) -> None:
-        """Choose plans of all steps again when they begin, as feedback of a graph has changed."""
+        """Have the plans of all steps chosen again when they begin, as feedback has changed."""
         for profile in self.profiles:
             profile.corrections = []
 
     def grow_budget(self, loop: Loop, nbytes: int | None) -> bool:
-        """Raise ``"min"`` to what the plan of a call takes; return whether it has grown."""
+        """Raise ``"min"`` to ``nbytes``, which a call's plan takes; return whether it has grown."""
         return self._plans.grow_budget(loop.budget, nbytes)
 
     def give_up_plan(self) -> None:
-        """Note that the call that was entered last does not fit: it holds least instead."""
+        """Note that no plan fits the latest call, which follows one that holds least instead."""
         trace = self._thread.running
         trace.is_unplanned = True
         trace.calls[-1].matches = ()
 
     def unplanned_context(self, loop: Loop, graph: Graph, context: StepContext) -> StepContext:
-        """Return the context for a plan that holds least; see :meth:`UnplannedCalls.context`."""
+        """Return the context to plan a call for if its step has no profile.
+
+        Its best plan is one that holds least for the backward; see :meth:`UnplannedCalls.context`.
+        """
         trace, aside_bytes = self._thread.trace, self._aside_bytes
         return self._unplanned.context(
             loop, graph, context, trace, aside_bytes=aside_bytes, read=self._read
@@ -216,7 +220,7 @@ class Regions:
     def check_least(
         self, loop: Loop, graph: Graph, context: StepContext, parameters: Sequence[torch.Tensor]
     ) -> None:
-        """Compare the least that one region needs by itself with the budget, once it is captured.
+        """Raise or warn if one region, just captured, needs more than the budget by itself.
 
         Args:
             loop: the training loop of the model.
@@ -225,7 +229,8 @@ class Regions:
             parameters: the parameters that the graph computes a gradient of.
 
         Raises:
-            BudgetError: it needs more, and it is the first region of the step.
+            BudgetError: it needs more, it is the first region of the step, and the budget may
+                raise.
         """
         trace = self._thread.trace
         if trace is None or torch_compat.current_backward() >= 0:
@@ -239,24 +244,27 @@ class Regions:
         self.warnings.warn_short(error, user_line())
 
     def begin_forward(self) -> None:
-        """Begin the forward of the call that was entered last."""
+        """Record that the forward of the latest call begins."""
         if not self._thread.in_backward:
             self._thread.running.begin_forward()
 
     def end_forward(self, loop: Loop, step: Step) -> None:
-        """End the forward of a region, which leaves ``step`` for its backward."""
+        """Record that the latest call's forward has ended and left ``step`` for its backward."""
         if not self._thread.in_backward:
             self._thread.running.end_forward(step)
             loop.watcher.left(step)
 
     def begin_backward(self, loop: Loop, step: Step) -> None:
-        """Begin the backward of a region, in whatever thread."""
+        """Record that the backward of ``step``, a call of a region, begins; in any thread."""
         if step.part is not None:
             trace, position = step.part
             trace.begin_backward(position, loop.in_flight)
 
     def end_backward(self, loop: Loop, step: Step) -> None:
-        """End the backward of a region, in whatever thread."""
+        """Record that the backward of ``step``, a call of a region, has ended; in any thread.
+
+        If the counted peak of the whole step exceeds the budget, a warning is given.
+        """
         loop.watcher.after(step)
         if step.part is None:
             return
@@ -289,7 +297,7 @@ class Regions:
         context: StepContext,
         parameters: Sequence[torch.Tensor],
     ) -> None:
-        """Count what is held when a step begins, as far as a call of a region shows it."""
+        """Set ``trace.base_bytes``, the bytes held when the step begins, from what a call shows."""
         if trace.base_bytes is None:  # the call of the model was not reported
             given_bytes = graph.held(context).given_bytes
             others_bytes = self._read.bytes_beyond(parameters)
@@ -304,7 +312,7 @@ class Regions:
     def _matches(
         self, loop: Loop, trace: CallTrace, call: RegionCall
     ) -> list[tuple[StepProfile, int]]:
-        """Return the profiles whose plans have room for a call, and its position in each.
+        """Return the step profiles whose plans have room for a call, and its position in each.
 
         Raises:
             BudgetError: no profile that the step matches has plans that fit the calls so far.
@@ -327,12 +335,12 @@ class Regions:
         return matches
 
     def _agree_on_begin(self, loop: Loop, call: RegionCall, base_bytes: int) -> None:
-        """Exchange profiles with other processes where a step begins.
+        """Exchange measured profiles with other processes when a step begins.
 
         Args:
             loop: the training loop of the model.
             call: the first call of the step.
-            base_bytes: what is held.
+            base_bytes: the bytes that are held when the step begins.
 
         Raises:
             RankError: other processes, which must follow the same plans, make other calls.
@@ -345,7 +353,7 @@ class Regions:
             self.profiles.agree_with_any(base_bytes)
 
     def _free_failed_step(self) -> None:
-        """Free what a step holds that has raised, so that the next one has all room."""
+        """Free what the thread's step still holds if it has raised, before the next one begins."""
         trace = self._thread.trace
         if trace is not None and trace.waits:
             torch_compat.drop_failed_backward()
@@ -353,7 +361,7 @@ class Regions:
                 gc.collect()  # an interrupt may leave its frames in a cycle
 
     def _begin_step(self, loop: Loop) -> CallTrace:
-        """Begin a step.
+        """End the thread's step, and return the trace of a new one.
 
         Raises:
             BudgetError: steps take more than the budget whatever their plans.
@@ -375,7 +383,7 @@ class Regions:
         return trace
 
     def _begin_watch(self, loop: Loop, trace: CallTrace, device: torch.device) -> None:
-        """Watch a step that begins, if the next one is to be watched."""
+        """Begin to measure the memory of a step, if measuring is due."""
         if not self._watch.is_due(loop, self.steps):
             return
         trace.is_watched = loop.watcher.begin(
@@ -387,7 +395,7 @@ class Regions:
     def _learn(
         self, loop: Loop, trace: CallTrace, first_bytes: int, peak_bytes: int, is_observed: bool
     ) -> None:
-        """Learn from a watched step as far as it was observed; see :meth:`Watcher.begin`."""
+        """Update step profiles by a measured step; for the arguments see :meth:`Watcher.begin`."""
         happened = is_observed or trace.calls or trace.has_no_backward
         if trace.has_failed or self.captured or not happened:
             return  # capturing measures, and that may be in the log

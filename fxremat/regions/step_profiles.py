@@ -38,7 +38,7 @@ CallProfile = tuple[int, ...]
 
 @dataclass(slots=True)
 class RegionCall:
-    """A call of a region.
+    """A call of a region, which is one of several graphs of a step.
 
     Attributes:
         graph: the graph that is called.
@@ -47,10 +47,11 @@ class RegionCall:
         matches: the profiles whose plans the call has room in, and its position in each.
         parameters: the parameters that it reads, by ``id``.
         compiled: the plan that its forward followed; ``None``: the forward has not ended.
-        held_bytes: what its forward has left for its backward.
-        held_at_backward_bytes: what all calls held when its backward began; ``None``: it has not.
-        profile: what was measured while it was watched.
-        times_s: when its forward began and ended, and its backward.
+        held_bytes: bytes that its forward has left for its backward.
+        held_at_backward_bytes: bytes that all calls held when its backward began; ``None``: it has
+            not.
+        profile: the measured memory of the call; ``None``: it was not measured.
+        times_s: when its forward began and ended, and when its backward did.
     """
 
     graph: Graph
@@ -65,35 +66,39 @@ class RegionCall:
     times_s: list[float] = field(default_factory=list)
 
     def note_profile(self, profile: MemoryProfile) -> None:
-        """Note what was measured while the call was watched."""
+        """Store the measured memory of the call."""
         self.profile = profile
 
     def without_plan(self) -> RegionCall:
-        """Return the call without its plan and measurements, to be kept after its step."""
+        """Return a copy without plan and measurements, to be kept after its step."""
         return RegionCall(self.graph, self.context, self.ended_by)
 
     @property
     def key(self) -> CallKey:
-        """What distinguishes the call from others."""
+        """What identifies the call in a step: its graph, sizes, and the existing gradients."""
         return id(self.graph), self.context.sizes, self.context.existing
 
     def covers(self, key: CallKey) -> bool:
-        """Return whether ``key`` is of a call of the same graph whose sizes are no larger."""
+        """Return whether ``key`` is of a call of the same graph, with sizes that are no larger.
+
+        The same gradients must exist at both.
+        """
         graph, sizes, existing = self.key
         no_larger = all(own >= other for own, other in zip(sizes, key[1], strict=False))
         return (graph, existing) == (key[0], key[2]) and no_larger
 
     def merged_with(self, other: RegionCall) -> RegionCall:
-        """Return a call of the graph that covers this one and ``other``."""
+        """Return a call of the graph with the larger of this one's and ``other``'s sizes."""
         sizes = tuple(map(max, self.context.sizes, other.context.sizes))
         return RegionCall(self.graph, replace(self.context, sizes=sizes), self.ended_by)
 
 
 @dataclass(slots=True, eq=False)
 class StepProfile:
-    """The profile of a watched step, or an envelope of several.
+    """The profile of a measured step: bytes at each call; or the envelope of several steps.
 
-    Leaving calls out of an envelope, and making others smaller, leads to each of its steps.
+    An envelope has the calls of all of them, with the largest sizes: each step follows if calls are
+    left out and others made smaller.
 
     Attributes:
         calls: the calls of the step.
@@ -101,21 +106,21 @@ class StepProfile:
         is_envelope: whether it is an envelope.
         first_bytes: the most bytes before the first call.
         more_bytes: bytes measured at a peak beyond what profiles and plans explain.
-        corrections: what else is allocated at each call, where plans are chosen together; empty:
-            they are to be chosen.
+        corrections: what else is allocated at each call, if plans are chosen together; empty: they
+            are to be chosen.
         choices: the plans that were chosen together.
-        base_bytes: what they were chosen to have held when the step begins.
+        base_bytes: the bytes held when the step begins that these were chosen for.
         least_bytes, full_bytes: peak of the least plans, and of those that keep everything.
         host_bytes: the host memory that they were chosen for; ``None``: no limit.
-        fitting: how many first calls fit where all do not, and for what that was computed.
+        fitting: how many first calls fit if not all do, and for what that was computed.
         later_host_bytes: host memory that the calls after each one take.
-        watches_left: how many further steps like it are watched.
+        watches_left: how many further steps like it are measured.
         contexts: by position, the context that a call was last planned for, and what that was
             computed from.
         is_reported: whether the user was warned of what breaks the graph in it.
-        between_s: seconds between calls, as a step that was not watched has taken them.
-        peak_bytes: the peak of the step that was watched last.
-        watched_count: how many steps were watched.
+        between_s: seconds of the code between calls, in a step whose memory was not measured.
+        peak_bytes: the peak of the step that was measured last.
+        watched_count: how many steps were measured.
         is_mixed: whether a call has sizes that no call had, each the largest of several calls'.
     """
 
@@ -144,7 +149,7 @@ class StepProfile:
 
     @property
     def effort(self) -> Effort:
-        """The numbers that steer the choice of plans; all graphs of a step have the same."""
+        """The settings that bound the choice of plans; all graphs of a step have the same."""
         return self.calls[0].graph.options.effort
 
     @property
@@ -154,14 +159,14 @@ class StepProfile:
 
     @property
     def shared_profiles(self) -> tuple[CallProfile, ...]:
-        """All measurements of the step, as other processes receive them."""
+        """All measurements of the step: the bytes of each call, then those of the whole step."""
         return (*self.profiles, (self.first_bytes, self.more_bytes))
 
     def widen(self, profiles: Sequence[CallProfile]) -> None:
-        """Include the profiles of the step when it was watched once more.
+        """Raise the bytes of each call to ``profiles``, measured in the same step run once more.
 
-        The first step may have taken what none takes again, as libraries set themselves up then:
-        the second one replaces it.
+        The second measurement replaces the first, in which libraries may have allocated what no
+        later step does.
         """
         if self.watched_count > 1:
             pairs = zip(self.profiles, profiles, strict=True)
@@ -173,20 +178,20 @@ class StepProfile:
 
     @property
     def is_sure(self) -> bool:
-        """Whether the step was watched often enough to refuse a budget."""
+        """Whether the step was measured often enough for an error that the budget is too small."""
         return self.watched_count > 1 and not self.is_mixed
 
     def take(self, shared: Sequence[CallProfile]) -> None:
-        """Replace all measurements by ``shared`` ones; plans are chosen for them later."""
+        """Replace all measurements by ``shared`` ones; plans are then to be chosen again."""
         *profiles, (self.first_bytes, self.more_bytes) = shared
         self.profiles, self.corrections = list(profiles), []
 
     def follow(self, chosen: Chosen, base_bytes: int, host_bytes: int | None) -> None:
-        """Follow plans that were chosen together from now on.
+        """Store plans that were chosen together, for later steps to follow.
 
         Args:
             chosen: the plans.
-            base_bytes: what they were chosen to have held when the step begins.
+            base_bytes: the bytes held when the step begins that they were chosen for.
             host_bytes: the host memory that they were chosen for; ``None``: no limit.
         """
         self.peak_bytes = None
@@ -198,19 +203,22 @@ class StepProfile:
 
     @property
     def planned_bytes(self) -> int:
-        """The peak of the chosen plans, beyond what is held when the step begins."""
+        """Peak bytes of the chosen plans, beyond those held when the step begins."""
         calls = [Call((own,), *at) for own, at in zip(self.choices, self.profiles, strict=True)]
         return max(self.first_bytes, peak_bytes(calls, [0] * len(calls))) + self.more_bytes
 
     def leaves_room(self, base_bytes: int, margin_bytes: float) -> bool:
-        """Return whether plans were chosen for ``base_bytes`` or a little more."""
+        """Return whether plans were chosen for ``base_bytes``, or up to ``margin_bytes`` more.
+
+        Both are bytes held when the step begins.
+        """
         return bool(self.corrections) and 0 <= self.base_bytes - base_bytes <= margin_bytes
 
     def is_similar(self, calls: Sequence[RegionCall]) -> bool:
-        """Return whether a step runs graphs of this one with the same gradients existing.
+        """Return whether ``calls`` share graphs with this step and find the same gradients there.
 
-        A graph that finds gradients in one of them, and none in the other, is another
-        microbatch's.
+        A graph that finds gradients in one of the steps, and none in the other, belongs to another
+        microbatch.
         """
         own, other = _existing_gradients(self.calls), _existing_gradients(calls)
         shared = own.keys() & other.keys()
@@ -219,7 +227,9 @@ class StepProfile:
     def envelope_with(
         self, calls: Sequence[RegionCall], profiles: Sequence[CallProfile]
     ) -> StepProfile | None:
-        """Return the envelope of this step and another one; ``None``: they differ too much.
+        """Return a profile that covers this step and another one; ``None``: they differ too much.
+
+        It has the calls of both, each with the larger sizes and bytes.
 
         Args:
             calls: the calls of the other step.
@@ -254,7 +264,7 @@ class StepProfile:
 
 
 def _existing_gradients(calls: Sequence[RegionCall]) -> dict[int, set[frozenset[int]]]:
-    """Return the sets of gradients that existed at calls, by graph."""
+    """Return, by the ``id`` of a graph, the sets of primals that had a gradient at its calls."""
     sets: dict[int, set[frozenset[int]]] = {}
     for graph, _, existing in (call.key for call in calls):
         sets.setdefault(graph, set()).add(existing)
@@ -262,7 +272,7 @@ def _existing_gradients(calls: Sequence[RegionCall]) -> dict[int, set[frozenset[
 
 
 class StepProfiles:
-    """The step profiles of one model, the one that was watched last at the front.
+    """The step profiles of one model, the one that was measured last at the front.
 
     Args:
         peers: processes that run the same steps and exchange their profiles; ``None``: this process
@@ -286,27 +296,27 @@ class StepProfiles:
 
     @property
     def latest(self) -> StepProfile | None:
-        """The profile of the step that was watched last."""
+        """The profile of the step that was measured last; ``None``: there is none."""
         return next(iter(self), None)
 
     def find(self, keys: tuple[CallKey, ...]) -> StepProfile | None:
-        """Return the profile, no envelope, that has exactly these calls."""
+        """Return the profile, no envelope, of a step with exactly these calls; ``None``: none."""
         return next((own for own in self if own.keys == keys and not own.is_envelope), None)
 
     def add(self, profile: StepProfile) -> None:
-        """Add a profile as the latest; the oldest ones beyond the limit are dropped."""
+        """Put a profile at the front, and drop the oldest ones beyond the limit."""
         others = [own for own in self if own is not profile]
         self._steps = [profile, *others[: MOST_PROFILES - 1]]
 
     def learn(
         self, calls: Sequence[RegionCall], profiles: Sequence[CallProfile], *, envelopes: bool
     ) -> list[StepProfile]:
-        """Add a watched step to the profiles; return those that include it.
+        """Add a measured step to the profiles; return the profiles changed or added.
 
         Args:
             calls: the calls of the step.
             profiles: the profiles of each call.
-            envelopes: whether envelopes may be made.
+            envelopes: whether similar steps may be merged into one profile that covers them.
         """
         calls = [call.without_plan() for call in calls]
         own = self.find(tuple(call.key for call in calls))
@@ -333,11 +343,11 @@ class StepProfiles:
         return changed
 
     def number(self, graph: Graph) -> None:
-        """Number a graph when it is called first: all processes give it the same number."""
+        """Give a graph the next number, at its first call; all processes number graphs alike."""
         self._numbers.setdefault(id(graph), len(self._numbers))
 
     def agree_with_any(self, base_bytes: int) -> None:
-        """Exchange the latest profile with all processes, where they have the same one.
+        """Raise the latest profile to the most bytes of any process, if all have the same calls.
 
         Args:
             base_bytes: what is held when the next step begins.
@@ -355,15 +365,17 @@ class StepProfiles:
     def agree_with_all(
         self, before: Sequence[RegionCall], call: RegionCall, base_bytes: int, *, fits: bool
     ) -> None:
-        """Exchange profiles where all processes must follow the same plans, and so need the same.
+        """Raise the profile of the step before to the most bytes of any process.
 
-        Where none has news, each of them only says so.
+        All processes must follow the same plans, which are then chosen again. If in none of them a
+        profile has changed or plans leave no room, they only compare their calls.
 
         Args:
             before: calls of the step before; its profile in other processes is included.
             call: the first call of the step that begins.
             base_bytes: what is held when that begins.
-            fits: whether plans that were chosen for steps that begin with it leave room for that.
+            fits: whether plans that were chosen for steps that begin with ``call`` leave room for
+                ``base_bytes``.
 
         Raises:
             RankError: other processes make other calls.
@@ -390,7 +402,7 @@ class StepProfiles:
             latest.take(most.profiles)
 
     def _described(self, keys: Sequence[CallKey]) -> tuple[str, ...]:
-        """Return calls in a form that is equal in every process."""
+        """Return calls as text that is equal in every process."""
         return tuple(
             f"{self._numbers[graph]} {values} {sorted(existing)}"
             for graph, values, existing in keys

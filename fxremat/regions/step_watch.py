@@ -26,12 +26,12 @@ NEAR_BUDGET = 0.75
 
 @dataclass(slots=True)
 class StepWatch:
-    """Decides which steps are watched, and learns their profiles.
+    """Decides which steps have their memory measured (are watched), and learns their profiles.
 
     Attributes:
-        profiles: what is learned.
-        warnings: to the user of the model.
-        watches_left: how many of the next steps are watched, whichever they are.
+        profiles: the profiles of all measured steps.
+        warnings: issues warnings to the user of the model.
+        watches_left: how many of the next steps are measured, whichever they are.
     """
 
     profiles: StepProfiles
@@ -39,14 +39,24 @@ class StepWatch:
     watches_left: int = 1
 
     def is_due(self, loop: Loop, number: int) -> bool:
-        """Return whether the next step is watched; ``number`` is that of the latest one."""
+        """Return whether the next step is measured.
+
+        Args:
+            loop: the training loop of the model.
+            number: the number of the latest step.
+        """
         exchanged = loop.peers is None or number < AGREED  # only then peers get its profile
         return bool(self.watches_left) or (
             exchanged and any(_teaches(loop, profile) for profile in self.profiles)
         )
 
     def end(self, trace: CallTrace, number: int) -> None:
-        """Note that a step has ended; ``number`` is that of the next one."""
+        """Note that a step has ended; decide how many more are measured, and warn if needed.
+
+        Args:
+            trace: the calls of the step.
+            number: the number of the next step.
+        """
         if trace.is_unplanned or (not trace.calls and number <= MOST_WITHOUT_GRAPH):
             self.watches_left = 2  # one more, as the next may be another one
         elif trace.is_watched:
@@ -71,15 +81,16 @@ class StepWatch:
         aside_bytes: int,
         envelopes: bool,
     ) -> None:
-        """Learn from a watched step as far as it was observed.
+        """Update step profiles by a measured step; warn if it exceeded the budget.
 
         Args:
             loop: the training loop of the model.
             trace: the calls of the step.
             first_bytes: the most bytes before its first call, beyond those held when it began.
-            peak_bytes: the most bytes until its last backward ended, beyond the same.
-            aside_bytes: set aside in the budget.
-            envelopes: whether envelopes of steps may be made.
+            peak_bytes: the most bytes until its last backward ended, beyond those held when it
+                began.
+            aside_bytes: bytes of the budget that are set aside.
+            envelopes: whether similar steps may be merged into one profile that covers them.
         """
         base_bytes = trace.base_bytes or 0
         if trace.calls:
@@ -111,7 +122,13 @@ class StepWatch:
 
 
 def watch_backward(loop: Loop, trace: CallTrace, outputs: object) -> None:
-    """Watch the backward of a step whose call of the model has returned ``outputs``."""
+    """Keep measuring a step through its backward, after a call of the model has returned.
+
+    Args:
+        loop: the training loop of the model.
+        trace: the calls of the step.
+        outputs: what the model has returned.
+    """
     tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
     trace.returned_bytes = sum(torch_compat.storages_on(loop.device, tensors).values())
     lifetime = _GraphLifetime()
@@ -123,16 +140,16 @@ def watch_backward(loop: Loop, trace: CallTrace, outputs: object) -> None:
 
 
 def _begin_backward(loop: Loop, trace: CallTrace, _lifetime: object) -> None:
-    """Watch a backward that begins where a call of the model has ended, in whatever thread."""
+    """Have measuring end after a backward of the step, which begins in whatever thread."""
     if loop.watcher.is_on and not torch_compat.is_profiled():
         trace.why_unobserved = "it runs in another thread than the forward"
     torch_compat.after_backward(loop.watcher.done)
 
 
 def _teaches(loop: Loop, profile: StepProfile) -> bool:
-    """Return whether steps like ``profile`` are watched.
+    """Return whether steps like ``profile`` are still measured.
 
-    Where steps differ, all are that may come near the budget.
+    If steps differ, all those are that may come near the budget.
     """
     if not profile.is_envelope or not profile.choices:
         return bool(profile.watches_left) or profile.is_envelope

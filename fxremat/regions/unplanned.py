@@ -34,7 +34,7 @@ Contexts = dict[tuple[int, StepContext], StepContext]
 
 @dataclass(slots=True)
 class UnplannedCalls:
-    """The contexts of calls whose step has no profile yet."""
+    """Makes and caches the contexts of calls whose step has no profile yet."""
 
     _contexts: weakref.WeakKeyDictionary[Graph, Contexts] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -50,18 +50,18 @@ class UnplannedCalls:
         aside_bytes: int,
         read: ReadParameters,
     ) -> StepContext:
-        """Return the context for a plan that holds least for its backward.
+        """Return a context for which the best plan is the one that holds least for its backward.
 
-        Where the budget is resolved, and no other process must compute the same, the plan holds
-        least of those that keep to the budget. What is held is rounded up a little, so that calls
-        with nearly the same follow one plan.
+        If the budget is resolved, and no other process must compute the same, it is the best of
+        those that keep to the budget. What is held is rounded up a little, so that calls with
+        nearly the same follow one plan.
 
         Args:
             loop: the training loop of the model.
             graph: the graph that is called.
             context: the context of the call.
             trace: its step so far; ``None``: the step has not begun.
-            aside_bytes: set aside in the budget.
+            aside_bytes: bytes of the budget that are set aside.
             read: parameters that calls have read.
         """
         budget_bytes, host_bytes = loop.budget.nbytes, loop.free_host_bytes()
@@ -98,7 +98,7 @@ def shortfall_of_region(
     base_bytes: int,
     parameters: Sequence[torch.Tensor],
 ) -> BudgetError | None:
-    """Return the error if one region needs more than the budget by itself; ``None`` if it fits.
+    """Return the error that one region needs more than the budget by itself; ``None`` if it fits.
 
     Optimizer state of parameters that only other regions read is left out: it may never exist.
 
@@ -141,9 +141,14 @@ def _least_bytes(
     held: Correction,
     budget_bytes: int | None = None,
 ) -> int:
-    """Return the least budget of a call by itself, with what else is held.
+    """Return the bytes of the least budget that fits a call by itself.
 
-    Where no form that was searched keeps to ``budget_bytes``, further ones are.
+    Args:
+        loop: the training loop of the model.
+        graph: the graph that is called.
+        context: the context of the call.
+        held: what else is held.
+        budget_bytes: further forms are searched until one keeps to it; ``None``: none is searched.
     """
     given_bytes = graph.held(region_context(context, NO_CORRECTION)).given_bytes
     correction = Correction(

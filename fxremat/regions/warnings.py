@@ -28,11 +28,11 @@ NOT_CAPTURED = "is not captured with it"
 
 @dataclass(slots=True)
 class RegionWarnings:
-    """What the user of one model is warned of, each thing once.
+    """Warnings to the user of one model that is captured as several graphs, most only once.
 
     Attributes:
         breaks: the user's lines after which steps leave graphs, and why; ``None``: the user asked
-            for regions.
+            for several graphs.
         why: why the model could not be captured as one graph; empty: that was not tried.
     """
 
@@ -44,12 +44,12 @@ class RegionWarnings:
     _warned: set[str] = field(default_factory=set)
 
     def note_break(self, why: str) -> None:
-        """Note the user's line after which a step leaves a graph, and why."""
+        """Record after which line of the user's a step leaves a graph, and why, for messages."""
         if self.breaks is not None:
             self.breaks[why] = None
 
     def warn_not_planned(self, error: CaptureError) -> None:
-        """Warn that a graph of the model cannot be planned, and runs as it is."""
+        """Warn that a graph of the model cannot be planned, so it runs unchanged."""
         self._warn_once(
             f"left {error}",
             "a graph of this model cannot be planned, so it runs unchanged with all the memory "
@@ -57,7 +57,7 @@ class RegionWarnings:
         )
 
     def warn_captured_again(self, function: str, times: int) -> None:
-        """Warn that a function is not captured any more, as each step captured it again."""
+        """Warn that a function is no longer captured, because ``times`` steps captured it again."""
         self._warn_once(
             function,
             f"{function} was captured in {times} steps although its graph was the same, because "
@@ -66,7 +66,7 @@ class RegionWarnings:
         )
 
     def note_peak(self, peak_bytes: int, budget: TrainingBudget, trace: CallTrace) -> bool:
-        """Warn if a watched step exceeds the budget; return whether it does.
+        """Warn if a measured step exceeds the budget; return whether it does.
 
         Args:
             peak_bytes: the peak of the step.
@@ -108,10 +108,10 @@ class RegionWarnings:
         return True
 
     def check_budget(self, budget: TrainingBudget) -> None:
-        """Refuse a step that begins, where those before exceeded the budget in a row.
+        """Raise if, under ``strict=True``, too many steps in a row exceeded the budget.
 
         Raises:
-            BudgetError: they did, whatever was planned, and ``strict=True``.
+            BudgetError: they did, whatever was planned.
         """
         if self._over < MOST_OVER or not budget.strict or budget.grows:
             return
@@ -139,7 +139,7 @@ class RegionWarnings:
         )
 
     def note_end(self, trace: CallTrace) -> None:
-        """Note the end of a step with a backward; warn if too many in a row were not planned."""
+        """Count steps in a row that were not planned; warn if ``trace`` ends too many of them."""
         self._unplanned = self._unplanned + 1 if trace.is_unplanned else 0
         blind = trace.is_unplanned and trace.why_unobserved and trace.positions
         if self._unplanned == MOST_UNPLANNED or blind:
@@ -152,7 +152,7 @@ class RegionWarnings:
             )
 
     def warn_unobserved_backward(self, trace: CallTrace) -> None:
-        """Warn that the backward of a watched step was not observed."""
+        """Warn that the memory of a measured step could not be observed in its backward."""
         self._warn_once(
             "backward",
             "the memory of code between regions could not be measured in the backward: "
@@ -161,7 +161,7 @@ class RegionWarnings:
         )
 
     def warn_breaks(self, profile: StepProfile) -> None:
-        """Warn of what breaks the graph and what it costs, once a step has run as planned."""
+        """Warn of each graph break of a step, and the time and memory that it costs; only once."""
         if self.breaks is None or profile.is_reported:
             return
         profile.is_reported = True
@@ -186,7 +186,7 @@ class RegionWarnings:
         )
 
     def _captured_in_pieces(self) -> str:
-        """Return the user's lines at which the model breaks, as part of a message."""
+        """Return the user's lines that break the graph, as part of a message; may be empty."""
         lines = sorted(self.breaks or ())
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         return f" (graph breaks: {'; '.join([*lines[:MOST_LINES], *more])})" if lines else ""

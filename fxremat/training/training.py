@@ -45,10 +45,10 @@ class DryRunFinished(BaseException):
 
 
 class CaptureAborted(BaseException):
-    """Raised by a capture in pieces that cannot be planned.
+    """Raised if a model is captured as several graphs, and one of them cannot be planned.
 
     It is not an ``Exception``: Dynamo would catch that and run the code without the graph,
-    unplanned and, where the graph has collectives, out of step with other processes.
+    unplanned and, if the graph has collectives, out of step with other processes.
 
     Attributes:
         error: the error to raise to the user.
@@ -71,10 +71,10 @@ class Training:
         graphs: the graphs that were captured so far, in order.
         latest: the graph and the plan of the call that ran last.
         dry_run: whether compiled graphs raise :class:`DryRunFinished` instead of running.
-        owner: what owns this where no model does; this keeps it alive.
+        owner: the object that owns this, if no model does; this keeps it alive.
         saved_plan: a saved plan that the first graph follows.
         store: the cache folder.
-        regions: the graphs that one step runs, where it runs several.
+        regions: the graphs that one step runs, if it runs several.
         fixed_sizes: whether sizes must be numbers, as a graph with symbols could not be planned.
         recaptures: the steps in which code was captured although its graph was cached, by code.
         model_name: the name of the model's class.
@@ -110,7 +110,7 @@ class Training:
         needs: LossNeeds | None = None,
         target_bytes: tuple[int, ...] = (),
     ) -> Training:
-        """Return the training of a model.
+        """Return a new training of a model, with its loop and budget.
 
         Args:
             options: the arguments of :func:`fxremat.compile`.
@@ -156,7 +156,7 @@ class Training:
 
     @property
     def plans(self) -> list[CompiledPlan]:
-        """The plans in use, each once."""
+        """Plans in use by any of the graphs, each once."""
         return [*self._graphs_by_plan()]
 
     def records(self) -> list[Plan]:
@@ -178,17 +178,20 @@ class Training:
 
     @property
     def may_run_unplanned(self) -> bool:
-        """Whether a graph that cannot be planned may run as it is.
+        """Whether a graph that cannot be planned may run unchanged, without a plan.
 
-        It may not where the model is to be captured in pieces instead, nor where other processes
-        would have to run it unplanned as well.
+        It may not if the model is to be captured in pieces instead, nor if other processes would
+        have to run it without a plan as well.
         """
         if self.options.fullgraph or self.loop.peers is not None or self.saved_plan is not None:
             return False
         return self.owner is not None or (self.regions.called and self.regions.several)
 
     def reference(self) -> Callable[[], Training | None]:
-        """Return a function that returns this training, and holds it only where no model does."""
+        """Return a function that returns this training, or ``None`` once it is gone.
+
+        The function keeps the training alive only if no model owns it.
+        """
         if self.owner is None:
             return weakref.ref(self)
 
@@ -198,18 +201,24 @@ class Training:
         return held
 
     def capture_error(self, error: Exception) -> BaseException:
-        """Return the exception that a capture raises for ``error``."""
+        """Return the exception to raise from a capture that has failed with ``error``.
+
+        If it must not be caught by Dynamo, it is a :class:`CaptureAborted`.
+        """
         if isinstance(error, CaptureError) and self.may_run_unplanned:
             return error
         in_pieces = self.regions.called and self.regions.several
         return CaptureAborted(error) if in_pieces else error
 
     def runs_unplanned(self, code: CodeType) -> bool:
-        """Return whether code is no longer captured, as each capture gives a cached graph."""
+        """Return whether ``code`` is no longer captured, so that it runs without a plan.
+
+        That is so after too many steps that captured it although its graph was cached.
+        """
         return len(self.recaptures.get(code, ())) >= MOST_RECAPTURES
 
     def note_recapture(self, code: CodeType | None) -> None:
-        """Record that code was captured in this step although its graph is cached."""
+        """Record that ``code`` was captured in this step although its graph was cached."""
         if code is None or code.co_filename.startswith((_TORCH, PACKAGE)):
             return  # this code calls any function of the user's
         steps = self.recaptures.setdefault(code, set())
@@ -220,7 +229,7 @@ class Training:
             )
 
     def refuse_single_graph_options(self, broken: str) -> None:
-        """Refuse options that require a model that is captured as one graph.
+        """Raise if an option was given that requires the model to be captured as one graph.
 
         Args:
             broken: why the model is captured in several graphs.
@@ -238,7 +247,7 @@ class Training:
             )
 
     def detaches_more_than(self, before: Training) -> bool:
-        """Return whether a parameter that had a gradient in steps of ``before`` has none in this.
+        """Return whether a parameter with a gradient in steps of ``before`` has none in this.
 
         Its gradient was zeros there, which an optimizer steps, unlike a gradient of ``None``.
         """
@@ -247,6 +256,6 @@ class Training:
         return not before.regions.trained.keys() <= self.differentiated.keys()
 
     def close(self) -> None:
-        """Free the host memory of all plans: their graphs cannot run any more."""
+        """Free the host memory of all plans, after which their graphs cannot run."""
         for plan in self.plans:
             plan.close()
