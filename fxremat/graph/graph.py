@@ -36,7 +36,7 @@ from fxremat.ir import TRACED, Form, MeasuredLink, Origin, RecordedCosts
 from fxremat.passes.contract import PassConfig
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.fuse.unit import Units
-from fxremat.passes.joint.constraints import Policy, constrain, describe, unconstrained
+from fxremat.passes.joint.constraints import constrain, describe, unconstrained
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.sizes import Values
@@ -133,8 +133,6 @@ class Graph:
         model: str = "",
         from_data: bool = False,
         roles: Mapping[int, Kind] | None = None,
-        policy: Policy | None = None,
-        travels: bool = False,
     ) -> None:
         self.measuring_bytes = 0
         joint = module

@@ -115,8 +115,6 @@ def graph_without_data(
         costs=asked.known.measured if asked.known else None,
         target=asked.device,
         model=type(model).__name__,
-        policy=options.policy,
-        travels=options.host is not None,
     )
     existing = captured.gradients if options.accumulate else frozenset()
     context = StepContext(graph.sizes.hints, existing, existing)
