@@ -469,13 +469,14 @@ class Graph:
             variant.blocks.clear()
 
     def at(self, values: Values, *, run: bool = True, bits: bool = True) -> list[Variant]:
-        """Return the variants with their costs, and the bytes held, at sizes ``values``.
+        """Return the variants, each with its costs and held bytes, at sizes ``values``.
 
         Args:
             values: numbers of the symbols.
             run: whether to measure what does not follow from the capture's sizes; otherwise it is
                 scaled, unless it was measured there before.
-            bits: whether to measure also variants whose parts must keep their bits.
+            bits: whether to measure also variants in parts that must keep bits, which compares
+                the parts; otherwise the costs of these variants are scaled.
         """
         return [
             self.resized(own, values, run=run and (bits or not own.form.keeps_bits))

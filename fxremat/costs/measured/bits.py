@@ -198,7 +198,7 @@ def _special(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros of either sign, laid out as ``tensor``."""
+    """Return a tensor laid out as ``tensor``, of 0.0 and -0.0 at random places."""
     return _repeated(tensor, with_special(_drawn(tensor), zeros=1.0, others=0.0))
 
 

@@ -193,10 +193,11 @@ def _writable(
     kinds: Kinds,
     gradients: Set[fx.Node],
 ) -> frozenset[fx.Node]:
-    """Return the forward values that a kernel of ``span``'s backward can compute and write in time.
+    """Return the forward values that ``span``'s backward can recompute before they are read.
 
-    That kernel reads one of ``gradients``, which are tangents and values of the backward, and what
-    the value is computed from. It depends on no unfused operation that reads the value.
+    A value is one of them if some kernel can write it before any unfused operation reads it: the
+    kernel reads one of ``gradients``, which are tangents and values of the backward, reads all that
+    the value is computed from, and depends on no unfused operation that reads the value.
     """
     kept: set[fx.Node] = set()
     readers = [n for n in span.backward if kinds[n] is Kind.ALONE]

@@ -228,14 +228,13 @@ def crowded(
     *,
     limit_bytes: int,
 ) -> dict[str, int]:
-    """Return the bytes of values that operations read or compute above ``limit_bytes`` of memory.
+    """Return the sizes of values that are in use while more than ``limit_bytes`` are held.
 
-    They are those of operations that run while more than ``limit_bytes`` are held. Other values
-    that are held at that time are left out: the operation would hold them as well if it ran in
-    parts.
+    A value is in use while an operation reads or allocates it. Other values that are held at that
+    time are left out: the operation would hold them as well if it ran in parts.
 
     Returns:
-        The bytes of the largest such value that an operation computes, by the operation's name.
+        By the name of the operation that computes them, the bytes of the largest such value.
     """
     line = program.line
     table = line.joint.storages

@@ -128,7 +128,7 @@ def _weigh(
 
 @njit(inline="always")
 def _is_unheld(data: Ints, at: At, group: int) -> bool:
-    """Return whether a plan may not hold some result of the operations in ``group``."""
+    """Return whether plans are forbidden to hold some result of the operations in ``group``."""
     found = False
     for i in range(data[at.members + group], data[at.members + group + 1]):
         found = found or data[at.unheld + data[i]] == 1
@@ -253,10 +253,11 @@ def _build_tree(data: Ints, seconds: Floats, packed: Packed) -> None:
 
 @njit(cache=True, nogil=True)
 def _note_saved(data: Ints, packed: Packed) -> None:
-    """Add the bytes of storages that are held only for recomputations to ``at.freed``.
+    """Fill ``at.freed`` with the bytes that holding an operation's result would free.
 
-    They are freed if the common post-dominator of these recomputations is held, and are added
-    there.
+    These are storages that are held only for recomputations. The bytes of each are added to the
+    entry of the common post-dominator of these recomputations: if that result is held, none of them
+    runs.
     """
     at: At = packed[0]
     storages = at.storage_count

@@ -277,7 +277,7 @@ def _put_working_memory(layout: _Layout, counts: dict[str, int], *, dependencies
 
 
 def _longest_blocks(line: Line) -> Iterator[int]:
-    """Yield, for each stage, an upper bound on the entries of a block's lists."""
+    """Yield, for each stage, an upper bound on the number of entries in all lists of one block."""
     for stage in line.stages:
         nodes = dict.fromkeys((*stage.forward, *stage.backward, *line.sums))
         waiting = list(nodes)
