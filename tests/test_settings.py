@@ -129,6 +129,14 @@ def test_costs_are_measured_anew_with_other_threads():
     assert cache.cost_cache() is found
 
 
+@pytest.fixture
+def settable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of torch may be assigned, which its test utilities forbid once they are imported."""
+    names = torch.backends.ContextProp.__set__.__globals__  # torch.backends itself is a wrapper
+    monkeypatch.setitem(names, "flags_frozen", lambda: False)
+
+
+@pytest.mark.usefixtures("settable")
 def test_nothing_is_tried_out_inside_a_step_and_the_users_setting_stays():
     """Nothing has kernels to try out on a CPU: its steps leave the setting as it is."""
     seen: list[bool] = []
@@ -164,6 +172,7 @@ def test_nothing_is_tried_out_inside_a_step_and_the_users_setting_stays():
         torch.backends.cudnn.benchmark = before
 
 
+@pytest.mark.usefixtures("settable")
 def test_all_that_chooses_kernels_is_told():
     told = torch_compat.kernel_settings()
     torch.backends.cudnn.deterministic, before = True, torch.backends.cudnn.deterministic
