@@ -26,7 +26,7 @@ from fxremat.calls.watch import (
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.graph import Graph
 from fxremat.loop.loop import Loop
-from fxremat.passes.parts.early_gradients import computed_anew
+from fxremat.passes.parts.early_gradients import computed_again
 from fxremat.planning.planner import first_plan
 from fxremat.ranks.combine import AGREED, agreed_corrections
 from fxremat.regions.regions import Regions
@@ -191,7 +191,7 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
     args.clear()
     values.append(gradients)
     with_loss = not (compiled.plain or regions.several) and bool(compiled.form.early_gradients)
-    again = computed_anew() if with_loss else 0
+    again = computed_again() if with_loss else 0
     try:
         if calls.on_cuda:
             with torch_compat.without_autotuning():
@@ -213,7 +213,7 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
     elif loop.watcher.is_on and any(in_flight):
         loop.watcher.after(step)  # what follows is another step's
     if with_loss:
-        note_loss_gradient(loop, graph, is_same=again == computed_anew())
+        note_loss_gradient(loop, graph, is_same=again == computed_again())
     made: list[Any] = gradients.finish()
     if step.count is not None:
         check_count(loop, step, step.count.peak_bytes())

@@ -7,7 +7,7 @@ which are duplicated. A variant is the graph rewritten so, and has candidates of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +15,7 @@ from fxremat import torch_compat
 from fxremat.cache.origins import key_of
 from fxremat.costs.link.bandwidth import link_key, measure_link, record_link
 from fxremat.errors import CostError
+from fxremat.graph.conditions import Conditions, conditions_of
 from fxremat.graph.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool
@@ -30,42 +31,6 @@ from fxremat.planner.context.context_bytes import ContextBytes
 from fxremat.planner.context.step_context import StepContext
 from fxremat.planner.search.search import Search
 from fxremat.planner.transfers.transfers import HostMemory, Transfers
-
-
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """What the candidates for a call depend on beyond the graph: its context, as sizes and bytes.
-
-    Attributes:
-        sizes: the value of each symbol of the graph.
-        held: bytes that are held at these sizes in addition to what the graph allocates.
-        held_at_capture: ``held`` at the sizes of the capture, where each form is searched first.
-        is_at_capture: whether ``sizes`` are those of the capture.
-        has_gradients: whether gradients exist when the forward begins.
-        scaled, region: as in :class:`StepContext`.
-    """
-
-    sizes: Values
-    held: ContextBytes
-    held_at_capture: ContextBytes
-    is_at_capture: bool
-    has_gradients: bool
-    scaled: bool
-    region: bool
-
-
-def conditions_of(graph: Graph, context: StepContext) -> Conditions:
-    """Return what the candidates for a call in ``context`` depend on."""
-    hints = graph.sizes.hints
-    return Conditions(
-        context.sizes,
-        graph.held(context),
-        graph.held(replace(context, sizes=hints)),
-        is_at_capture=context.sizes == hints,
-        has_gradients=bool(context.existing),
-        scaled=context.scaled,
-        region=context.region,
-    )
 
 
 def allocator_rules(graph: Graph) -> AllocatorSettings | None:
@@ -122,13 +87,13 @@ def search_again(graph: Graph, call: Conditions, *, bits: bool = True) -> list[P
     these schedules.
     """
     list_forms(graph)
-    found = []
+    searched_pools = []
     for own, variant in zip(graph.variants, graph.at(call.sizes, bits=bits), strict=True):
         pool = searched(graph, variant, own.pool, call.held)
         own.learn(pool)
         if may_follow(graph, call, own.form):
-            found.append(pool)
-    return found
+            searched_pools.append(pool)
+    return searched_pools
 
 
 def search_last(graph: Graph, call: Conditions, *, bits: bool) -> None:
@@ -261,20 +226,20 @@ def wants_faster(graph: Graph, call: Conditions, traced: Pool, seconds: float) -
 
 
 def grow_faster(
-    graph: Graph, call: Conditions, found: list[Pool], budget_bytes: int, below_s: float
+    graph: Graph, call: Conditions, evaluated: list[Pool], budget_bytes: int, below_s: float
 ) -> bool:
     """Try one more form that may take less than ``below_s``; return whether it was added.
 
     Args:
         graph: the captured graph.
         call: the conditions of the call.
-        found: the pools of all variants so far.
+        evaluated: the pools of all variants so far.
         budget_bytes: the peak that a plan must keep to.
         below_s: seconds that a step must take less than.
     """
-    if below_s > graph.options.effort.much_slower * found[0].baseline.total_s and (
+    if below_s > graph.options.effort.much_slower * evaluated[0].baseline.total_s and (
         search_unshared(graph, call, needed=False)
-        or search_aimed(graph, call, found, budget_bytes, below_s=below_s, needed=False)
+        or search_aimed(graph, call, evaluated, budget_bytes, below_s=below_s, needed=False)
     ):
         return True
     return search_next(graph, call, below_s=below_s, needed=False)
@@ -362,7 +327,7 @@ def search_unshared(graph: Graph, call: Conditions, *, needed: bool = True) -> b
 def search_aimed(
     graph: Graph,
     call: Conditions,
-    found: list[Pool],
+    evaluated: list[Pool],
     budget_bytes: int,
     *,
     needed: bool,
@@ -376,7 +341,7 @@ def search_aimed(
     Args:
         graph: the captured graph.
         call: the conditions of the call.
-        found: the pools of all variants so far.
+        evaluated: the pools of all variants so far.
         budget_bytes: the peak to reach; 0: the least possible, derived from any form.
         needed: whether nothing fits without the form: then the effort is not limited.
         below_s: seconds that a step must take less than.
@@ -385,14 +350,14 @@ def search_aimed(
     may_aim = call.is_at_capture and not call.region and graph.options.host is None
     if further.coarse is None or not may_aim:
         return False
-    is_loss = _has_large_loss(graph, call, found[0])
+    is_loss = _has_large_loss(graph, call, evaluated[0])
     if is_loss and further.coarse in (further.left or ()):
         return False
     if further.spending.looks(graph.joint, needed=needed, in_step=graph.started) is None:
         return False
     effort, is_last = graph.options.effort, budget_bytes == 0
     part_bytes = part_sizes(graph.joint, effort.part_shares[:2])[-1]
-    for pool in sorted(found, key=lambda pool: pool.baseline.total_s):
+    for pool in sorted(evaluated, key=lambda pool: pool.baseline.total_s):
         candidate = wanted(pool.search, budget_bytes, below_s)
         count = sum(not last for _, last in further.aims)
         is_done = (pool.form, is_last) in further.aims or bool(pool.form.peak)

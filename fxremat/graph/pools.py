@@ -6,9 +6,8 @@ import itertools
 from dataclasses import replace
 
 from fxremat.errors import CostError
+from fxremat.graph.conditions import Conditions, conditions_of
 from fxremat.graph.further import (
-    Conditions,
-    conditions_of,
     ensure_searched,
     grow,
     may_follow,

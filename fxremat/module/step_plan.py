@@ -48,27 +48,27 @@ def step_plan(loop: Loop, regions: Regions, names: Callable[[], Mapping[int, str
     followed = _followed(ran)
     if followed is None:
         raise PlanError(_why_no_plan(regions))
-    known, places = followed
+    profile, places = followed
     owners, last = names(), len(ran) - 1
     rows = tuple(
-        _row(loop, known, place, call, owners, is_last=at == last)
+        _row(loop, profile, place, call, owners, is_last=at == last)
         for at, (place, call) in enumerate(zip(places, ran, strict=True))
     )
-    there_bytes = known.base_bytes + known.more_bytes
-    peak_bytes = max(there_bytes + known.first_bytes, *_peaks(rows, there_bytes))
+    there_bytes = profile.base_bytes + profile.more_bytes
+    peak_bytes = max(there_bytes + profile.first_bytes, *_peaks(rows, there_bytes))
     plans = [row.plan for row in rows]
     budget = loop.budget.now
     return StepPlan(
         budget=budget.written if isinstance(budget.written, (str, int)) else float(budget.written),
         budget_bytes=budget.nbytes or 0,
-        least_budget_bytes=known.least_bytes,
-        baseline_peak_bytes=known.full_bytes,
+        least_budget_bytes=profile.least_bytes,
+        baseline_peak_bytes=profile.full_bytes,
         # Blocks of an allocator are larger than what was asked for.
         predicted_peak_bytes=peak_bytes
         + max(plan.predicted_peak_bytes - plan.predicted_held_bytes for plan in plans),
         predicted_reserved_bytes=peak_bytes
         + max(plan.predicted_reserved_bytes - plan.predicted_held_bytes for plan in plans),
-        measured_peak_bytes=known.peak_bytes,
+        measured_peak_bytes=profile.peak_bytes,
         there_bytes=there_bytes,
         regions=rows,
     )
@@ -79,17 +79,17 @@ def _followed(ran: Sequence[RegionCall]) -> tuple[StepProfile, list[int]] | None
 
     Return ``None`` if there is no such profile, or no plans were chosen for it.
     """
-    for known in dict(ran[0].matches) if ran else ():
-        places = [dict(call.matches).get(known) for call in ran]
+    for profile in dict(ran[0].matches) if ran else ():
+        places = [dict(call.matches).get(profile) for call in ran]
         matched = [place for place in places if place is not None]
-        if len(matched) == len(ran) and known.choices:
-            return known, matched
+        if len(matched) == len(ran) and profile.choices:
+            return profile, matched
     return None
 
 
 def _row(
     loop: Loop,
-    known: StepProfile,
+    profile: StepProfile,
     place: int,
     ran: RegionCall,
     names: Mapping[int, str],
@@ -100,9 +100,9 @@ def _row(
     memory = plan.memory
     held = memory.held_bytes()
     reads = [names[own].rpartition(".")[0] for own in ran.parameters if own in names]
-    _, between_bytes, _, between_back_bytes = known.profiles[place]
-    timed = len(known.between_s) == len(known.calls) - 1 and not is_last
-    why = known.calls[place].ended_by
+    _, between_bytes, _, between_back_bytes = profile.profiles[place]
+    timed = len(profile.between_s) == len(profile.calls) - 1 and not is_last
+    why = profile.calls[place].ended_by
     return RegionRow(
         plan=plan,
         module=_modules_of(reads),
@@ -112,7 +112,7 @@ def _row(
         backward_peak_bytes=max(held[memory.loss_point + 1 :], default=0),
         between_bytes=between_bytes,
         between_back_bytes=between_back_bytes,
-        between_s=known.between_s[place] if timed else None,
+        between_s=profile.between_s[place] if timed else None,
     )
 
 
@@ -142,9 +142,9 @@ def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
 
 def _why_no_plan(regions: Regions) -> str:
     """Return the message of the error that the last step followed no jointly chosen plans."""
-    told = regions.warnings
-    why = next(iter(told.breaks or ()), "") or _shortened(told.why)
-    if told.breaks is None:
+    notes = regions.warnings
+    why = next(iter(notes.breaks or ()), "") or _shortened(notes.why)
+    if notes.breaks is None:
         why = why or "as regions= requests"
     pieces = f"the model is captured as several graphs{f' ({why})' if why else ''}"
     planned = (

@@ -51,11 +51,13 @@ def agreed_arguments(peers: Peers, asked: Arguments) -> Arguments:
     node = platform.node()
     own = _Asked(repr(budget.written), budget.nbytes, budget.share, tuple(options), (node,))
     budgets: Budgets = asked.ranks.budgets if asked.ranks else "same"
-    found = peers.agree("the arguments", _Asked, own, lambda told: _one_of_asked(told, budgets))
-    if (found.nbytes, found.share) != (budget.nbytes, budget.share):
-        budget = replace(budget, nbytes=found.nbytes, share=found.share)
+    agreed = peers.agree(
+        "the arguments", _Asked, own, lambda by_rank: _one_of_asked(by_rank, budgets)
+    )
+    if (agreed.nbytes, agreed.share) != (budget.nbytes, budget.share):
+        budget = replace(budget, nbytes=agreed.nbytes, share=agreed.share)
     if host is not None and host.limit_bytes is not None:  # all are to find the same plans
-        most = max(map(found.nodes.count, found.nodes))
+        most = max(map(agreed.nodes.count, agreed.nodes))
         host = replace(host, limit_bytes=host.limit_bytes // most)
     return replace(asked, budget=budget, host=host)
 
@@ -76,30 +78,30 @@ def _decided(plan: Plan) -> str:
     """Return a short digest of a plan's decisions that is equal in all processes that follow it."""
     origin = plan.origin and replace(plan.origin, code="")
     decided = json.dumps(encode(Decision, plan.decision)), str(plan.schedule)
-    told = "" if origin is None else key_of(origin, decided=decided)
-    return told[:12]
+    text = "" if origin is None else key_of(origin, decided=decided)
+    return text[:12]
 
 
-def _one_of_asked(told: Mapping[int, _Asked], budgets: Budgets) -> _Asked:
-    first, *others = told
-    one = told[first]
+def _one_of_asked(by_rank: Mapping[int, _Asked], budgets: Budgets) -> _Asked:
+    first, *others = by_rank
+    one = by_rank[first]
     for rank in others:
-        for ours, theirs in zip(one.options, told[rank].options, strict=True):
+        for ours, theirs in zip(one.options, by_rank[rank].options, strict=True):
             if ours != theirs:
                 raise RankError(
                     f"rank {rank} has {theirs}, but rank {first} has {ours}: pass the same "
                     "arguments in all processes",
                     ranks=(rank,),
                 )
-    named = {rank: (own.nbytes, own.share) for rank, own in told.items()}
+    named = {rank: (own.nbytes, own.share) for rank, own in by_rank.items()}
     differ = [rank for rank in others if named[rank] != named[first]]
-    kinds = {(own.nbytes is None, own.share is None) for own in told.values()}
+    kinds = {(own.nbytes is None, own.share is None) for own in by_rank.values()}
     if differ and (budgets == "same" or len(kinds) > 1):
-        shown = ", ".join(f"{told[rank].written} on rank {rank}" for rank in (first, *differ))
+        shown = ", ".join(f"{by_rank[rank].written} on rank {rank}" for rank in (first, *differ))
         raise RankError(
             f"processes of one model have different budgets: {shown}. Pass the same budget in all, "
             "or ranks=fxremat.Ranks(budgets='least') if all are in bytes or all are shares",
             ranks=differ,
         )
-    least = min(told.values(), key=lambda own: (own.nbytes or 0, own.share or 0.0))
-    return replace(least, nodes=tuple(own.nodes[0] for own in told.values()))
+    least = min(by_rank.values(), key=lambda own: (own.nbytes or 0, own.share or 0.0))
+    return replace(least, nodes=tuple(own.nodes[0] for own in by_rank.values()))

@@ -105,8 +105,8 @@ def own_loss(outputs: Any) -> torch.Tensor:
     Raises:
         ArgumentError: the outputs contain no such tensor of one number.
     """
-    found = returned_loss(outputs)
-    if found is None:
+    loss = returned_loss(outputs)
+    if loss is None:
         raise ArgumentError(
             f"loss='own', but the model returned a {type(outputs).__name__} without a loss: "
             "it must return a tensor of one number, as .loss or ['loss'], as the first of a tuple, "
@@ -115,19 +115,19 @@ def own_loss(outputs: Any) -> torch.Tensor:
             argument="loss",
             value="own",
         )
-    return found
+    return loss
 
 
 def returned_loss(outputs: Any) -> torch.Tensor | None:
     """Return the loss that :func:`own_loss` finds in outputs, or ``None`` if there is none."""
     if isinstance(outputs, Mapping):
-        found = outputs.get("loss")
+        loss = outputs.get("loss")
     elif isinstance(outputs, (tuple, list)) and not hasattr(outputs, "loss"):
-        found = outputs[0] if outputs else None
+        loss = outputs[0] if outputs else None
     else:
-        found = getattr(outputs, "loss", outputs)
-    is_one = isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point()
-    return found if is_one else None
+        loss = getattr(outputs, "loss", outputs)
+    is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point()
+    return loss if is_one else None
 
 
 def _check_target(function: Callable[..., Any], target: object) -> None:
@@ -180,12 +180,12 @@ def target_bytes(
     """
     others = (*_tensors((call.args, call.kwargs)), *torch_compat.tensors_of_module(model))
     counted = {key for tensor in others for key in torch_compat.storages_of(tensor)}
-    found: dict[object, int] = {}
+    sizes: dict[object, int] = {}
     for tensor in _tensors(loss.target if isinstance(loss, Compared) else None):
         for key, nbytes in torch_compat.storages_of(tensor).items():
             if tensor.device == device and key not in counted:
-                found[key] = allocated_bytes(nbytes, step or device)
-    return tuple(found.values())
+                sizes[key] = allocated_bytes(nbytes, step or device)
+    return tuple(sizes.values())
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

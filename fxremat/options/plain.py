@@ -31,12 +31,14 @@ def gathered(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ArgumentError: a value requires another one that is missing, or cannot be read.
     """
-    found = dict(given)
+    arguments = dict(given)
     for option in OPTIONS:
-        own = {each.name: found.pop(each.name) for each in option.fields if each.name in found}
+        own = {
+            each.name: arguments.pop(each.name) for each in option.fields if each.name in arguments
+        }
         if own:
-            found[option.name] = _value(option, own)
-    return found
+            arguments[option.name] = _value(option, own)
+    return arguments
 
 
 def _value(option: Option, own: dict[str, Any]) -> Any:
@@ -137,10 +139,10 @@ class Options(_Plain):  # type: ignore[misc]
         Raises:
             ArgumentError: several values make up an argument that cannot be read.
         """
-        found = {
+        changed = {
             each.name: getattr(self, each.name)
             for each in fields(self)
             if each.default is MISSING or getattr(self, each.name) != each.default
         }
-        none = found.get("optimizer") == "none"
-        return gathered(found) | ({"optimizer": None} if none else {})
+        none = changed.get("optimizer") == "none"
+        return gathered(changed) | ({"optimizer": None} if none else {})

@@ -76,14 +76,14 @@ def _read_optimizers(argument: str, value: object) -> tuple[Optimizer, ...]:
 def _read_optimizer(argument: str, value: object) -> Optimizer:
     if isinstance(value, torch.optim.Optimizer):
         return value
-    found = getattr(torch.optim, value, None) if isinstance(value, str) else value
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    kind = getattr(torch.optim, value, None) if isinstance(value, str) else value
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         must_be = (
             "an optimizer, its class, the name of a class of torch.optim such as 'AdamW', a list "
             "of these, or None"
         )
         refuse(argument, value, must_be)
-    return found
+    return kind
 
 
 def _read_loss(_argument: str, value: Any) -> Loss | None:

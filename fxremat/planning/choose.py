@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxremat.graph.further import conditions_of, grow_faster, grow_smaller, wants_faster
+from fxremat.graph.conditions import conditions_of
+from fxremat.graph.further import grow_faster, grow_smaller, wants_faster
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool, below_s, fastest, frontier_over, least_of
 from fxremat.graph.pools import pools

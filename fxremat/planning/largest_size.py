@@ -128,20 +128,20 @@ def advised(
     budget_bytes, sizes = budget.nbytes, graph.sizes
     if error.least_budget_bytes is None or budget_bytes is None:
         return error
-    found: dict[str, int] = {}
-    told = []
+    largest: dict[str, int] = {}
+    texts = []
     for group in groups_of(graph.dimensions, sizes.hints, context.sizes):
         most = min(sizes.most[d.symbol] or MOST_SIZE for d in group)
         size = largest_size(graph, context, group, budget_bytes, most=most, at_sizes=at)
         if size is not None:
-            found |= {d.name: size for d in group}
-            told.append(f"{size} for {' = '.join(d.name for d in group)}")
-    if not told:
+            largest |= {d.name: size for d in group}
+            texts.append(f"{size} for {' = '.join(d.name for d in group)}")
+    if not texts:
         return error
     return BudgetError(
-        f"{error}. The largest sizes that fit, with all others unchanged: {'; '.join(told)}",
+        f"{error}. The largest sizes that fit, with all others unchanged: {'; '.join(texts)}",
         least_budget_bytes=error.least_budget_bytes,
-        largest=found,
+        largest=largest,
     )
 
 

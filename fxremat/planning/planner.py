@@ -160,14 +160,18 @@ def _unconstrained_bytes(
 ) -> int | None:
     """Return the least budget of the captured call without the decisions of a policy or of tags.
 
-    ``None``: they decide nothing, or several processes would have to agree on its costs.
+    ``None``: they decide nothing, several processes would have to agree on its costs, or something
+    cannot be measured.
     """
     free = graph.unconstrained() if graph.peers is None else None
     if free is None or error.least_budget_bytes is None:
         return None
-    contexts = budget_contexts(free, context, budget)
-    pools(free, contexts[0], budget.nbytes or error.least_budget_bytes - 1)
-    return needs_in(free, contexts).most_bytes
+    try:
+        contexts = budget_contexts(free, context, budget)
+        pools(free, contexts[0], budget.nbytes or error.least_budget_bytes - 1)
+        return needs_in(free, contexts).most_bytes
+    except CostError:  # ``error`` is what matters
+        return None
 
 
 def _planned(

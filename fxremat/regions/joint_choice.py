@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxremat.errors import CostError
-from fxremat.graph.further import conditions_of, search_again
+from fxremat.graph.conditions import conditions_of
+from fxremat.graph.further import search_again
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool
 from fxremat.graph.pools import least_bytes

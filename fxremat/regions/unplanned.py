@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from fxremat.errors import BudgetError
+from fxremat.errors import BudgetError, CostError
 from fxremat.graph.graph import Graph
 from fxremat.graph.pools import least_bytes
 from fxremat.loop.loop import Loop
@@ -130,7 +131,8 @@ def shortfall_of_region(
         return error
     free_bytes = None
     if free.peers is None:
-        free_bytes = _least_bytes(loop, free, context, held, budget_bytes) - others_bytes
+        with contextlib.suppress(CostError):  # something cannot be measured
+            free_bytes = _least_bytes(loop, free, context, held, budget_bytes) - others_bytes
     return constrained(error, least_bytes=free_bytes)
 
 

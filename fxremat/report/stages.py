@@ -283,13 +283,13 @@ def deciders(*stages: StageReport) -> str:
 
     The planner decided about all others. If it decided about all, return ``"planner"``.
     """
-    found: dict[str, dict[str, list[str]]] = {}
+    by_decider: dict[str, dict[str, list[str]]] = {}
     for own in (each for stage in stages for each in stage.decided):
-        found.setdefault(own.by, {}).setdefault(own.answer, []).append(own.operation)
+        by_decider.setdefault(own.by, {}).setdefault(own.answer, []).append(own.operation)
     return (
         "; ".join(
             f"{by}: " + ", ".join(f"{answer} {_listed(names)}" for answer, names in answers.items())
-            for by, answers in found.items()
+            for by, answers in by_decider.items()
         )
         or "planner"
     )
@@ -357,16 +357,16 @@ def _alike_runs(
         stages: the stages that run.
         blocks: the block of each stage, by index of the stage.
     """
-    found: list[list[StageReport]] = []
+    runs: list[list[StageReport]] = []
     block, treatment = "", _treatment(stages[0]) if stages else None
     for stage in stages:
         own_block, own = blocks[stage.index], _treatment(stage)
-        if not found or block != own_block or own not in (treatment, None):
-            found.append([])
+        if not runs or block != own_block or own not in (treatment, None):
+            runs.append([])
             treatment = own
         block = own_block
-        found[-1].append(stage)
-    return [tuple(run) for run in found]
+        runs[-1].append(stage)
+    return [tuple(run) for run in runs]
 
 
 def _treatment(stage: StageReport) -> Hashable:
@@ -394,15 +394,15 @@ def _grouped(
         common_module(modules[stage.index] for stage in run) if modules else "" for run in runs
     ]
     keys = [(pattern_of(place), _share(run)) for place, run in zip(places, runs, strict=True)]
-    found = []
+    groups = []
     begin = 0
     while begin < len(runs):
         length, count = _repetition(keys, begin)
         for place in range(begin, begin + length):
             own = slice(place, begin + length * count, length)
-            found.append(StageGroup(tuple(runs[own]), named(places[own])))
+            groups.append(StageGroup(tuple(runs[own]), named(places[own])))
         begin += length * count
-    return tuple(found)
+    return tuple(groups)
 
 
 def _share(run: tuple[StageReport, ...]) -> Hashable:

@@ -77,9 +77,9 @@ def read_dim(model: nn.Module, sample: Sample, dim: Any) -> NamedDim:
         if own and -tensor.dim() <= number < tensor.dim():
             index = number % tensor.dim()
             return NamedDim(place, index, tensor.shape[index], dim)
-    known = ", ".join(f"{place} of shape {tuple(tensor.shape)}" for place, tensor in places)
+    available = ", ".join(f"{place} of shape {tuple(tensor.shape)}" for place, tensor in places)
     raise ArgumentError(
-        f"dim is {dim!r}, but the sample has no such dimension; its tensors are {known}",
+        f"dim is {dim!r}, but the sample has no such dimension; its tensors are {available}",
         argument="dim",
         value=dim,
     )
@@ -156,13 +156,13 @@ class Batching:
 
     def _group(self, asked: NamedDim) -> tuple[Dimension, ...]:
         """Return the dimensions of all arguments that vary with ``asked``: those of its size."""
-        known, hints = self.graph.dimensions, self.graph.sizes.hints
-        if not any(d.place == asked.place and d.dim == asked.dim for d in known):
+        dimensions, hints = self.graph.dimensions, self.graph.sizes.hints
+        if not any(d.place == asked.place and d.dim == asked.dim for d in dimensions):
             raise asked.refuse(
                 f"{asked.name}, {asked.size} in the sample, does not vary: the model accepts only "
                 "this size, or does not use the argument; sizes in a sample must be at least 2"
             )
-        group = tuple(d for d in known if hints[d.symbol] == asked.size)
+        group = tuple(d for d in dimensions if hints[d.symbol] == asked.size)
         places = [d.place for d in group]
         for dimension in group:
             if places.count(dimension.place) > 1:
@@ -181,9 +181,9 @@ class Batching:
 
     def _point(self, group: Sequence[Dimension], size: int, *, run: bool = True) -> BatchPoint:
         context = self._usual_at(group, size)
-        found = pools(self.graph, context, self.budget_bytes, run=run, bits=False)
-        least_bytes = least_of(found).least_bytes
-        _, candidate = fastest(found, max(self.budget_bytes, least_bytes))
+        evaluated = pools(self.graph, context, self.budget_bytes, run=run, bits=False)
+        least_bytes = least_of(evaluated).least_bytes
+        _, candidate = fastest(evaluated, max(self.budget_bytes, least_bytes))
         return BatchPoint(size, least_bytes, candidate.total_s)
 
     def _curve(self, group: Sequence[Dimension]) -> list[BatchPoint]:
@@ -196,19 +196,19 @@ class Batching:
             self.graph.options.effort.curve_closer,
         )
         sizes = sorted({nearest(taken, largest * i // count) for i in range(count + 1)})
-        found: dict[int, BatchPoint] = {}
+        points: dict[int, BatchPoint] = {}
         for size in sizes:
-            self.progress("predict batches", len(found), len(sizes) + closer_count)
-            found[size] = self._point(group, size, run=size == largest)
+            self.progress("predict batches", len(points), len(sizes) + closer_count)
+            points[size] = self._point(group, size, run=size == largest)
         for closer in range(closer_count):
             self.progress("predict batches", len(sizes) + closer, len(sizes) + closer_count)
-            known = sorted(found)
-            best = known.index(min(known, key=lambda size: found[size].seconds_a_sample))
-            near = known[max(0, best - 1) : best + 2]
+            tried = sorted(points)
+            best = tried.index(min(tried, key=lambda size: points[size].seconds_a_sample))
+            near = tried[max(0, best - 1) : best + 2]
             middles = {nearest(taken, (a + b) // 2) for a, b in itertools.pairwise(near)}
-            for size in middles - found.keys():
-                found[size] = self._point(group, size, run=False)
-        return [found[size] for size in sorted(found)]
+            for size in middles - points.keys():
+                points[size] = self._point(group, size, run=False)
+        return [points[size] for size in sorted(points)]
 
     def _largest(self, group: Sequence[Dimension]) -> int | None:
         """Return the largest size of ``group`` that fits and the model accepts, or ``None``."""
@@ -259,9 +259,9 @@ class Batching:
 
     def _taken(self, group: Sequence[Dimension]) -> range:
         """Return the sizes of ``group`` for which the captured graph is valid, by its guards."""
-        found = taken_sizes(self.graph.sizes, self.context.sizes, group)
-        assert found is not None
-        return found
+        taken = taken_sizes(self.graph.sizes, self.context.sizes, group)
+        assert taken is not None
+        return taken
 
     def _nothing(self, group: Sequence[Dimension]) -> BudgetError:
         smallest = self._taken(group).start

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxremat.planner.allocator.allocator import AllocatorSettings, CachingAllocator
+from fxremat.planner.allocator.allocator import AllocatorSettings, CachingAllocator, peaks_of
 from tests.reference.plain_allocator import KIB, MIB, PlainAllocator
 
 GROWING = AllocatorSettings(expandable_segments=True)
@@ -337,3 +337,39 @@ def test_any_sequence_is_as_the_plain_one(taken: list[tuple[str, int, int]], rul
     whole = allocator.blocks()
     assert all(free for _, _, free in whole)
     assert len(whole) == len(plain.segments)
+
+
+def test_a_release_of_nothing_is_an_error():
+    with pytest.raises(ValueError, match="nothing is allocated"):
+        peaks_of(AllocatorSettings(), (), ((0, 512), (0, -512), (0, -512)), 2)
+
+
+requests = st.lists(st.tuples(st.integers(0, 4), st.booleans(), sizes.filter(bool)), max_size=40)
+
+
+@given(st.lists(sizes.filter(bool), max_size=4), requests, rule_sets)
+def test_steps_have_the_peaks_of_the_plain_one(existing, drawn, rules):
+    """Of the loops that plans depend on; what a step leaves is released at its end."""
+    held: dict[int, list[int]] = {}
+    asked: list[tuple[int, int]] = []
+    for key, releases, nbytes in drawn:
+        sizes_held = held.setdefault(key, [])
+        asked.append((key, -sizes_held.pop() if releases and sizes_held else nbytes))
+        if asked[-1][1] > 0:
+            sizes_held.append(nbytes)
+    plain = PlainAllocator(rules.expandable_segments, rules.max_split_bytes)
+    for nbytes in existing:
+        plain.allocate(nbytes, stream=0)
+    peaks = [(plain.allocated_bytes, plain.reserved_bytes)]
+    for _ in range(3):
+        handles: dict[int, list[int]] = {}
+        for key, nbytes in asked:
+            if nbytes > 0:
+                handles.setdefault(key, []).append(plain.allocate(nbytes, stream=0))
+            else:
+                plain.free(handles[key].pop())
+            peaks.append((plain.allocated_bytes, plain.reserved_bytes))
+        for handle in itertools.chain(*handles.values()):
+            plain.free(handle)
+    expected = tuple(map(max, zip(*peaks, strict=True)))
+    assert peaks_of(rules, existing, asked, 3) == expected

@@ -350,7 +350,9 @@ def _bound(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> functo
     It computes everything afresh, also gradients that a forward has computed early.
     """
     target, args, kwargs = call_of(node, block.mode_of(node))
-    target = target.anew if isinstance(target, EarlyGradients) else torch_compat.alone(target)
+    target = (
+        target.compute_again if isinstance(target, EarlyGradients) else torch_compat.alone(target)
+    )
     real_args = torch.fx.map_arg(args, lambda n: values[n])
     real_kwargs = torch.fx.map_arg(kwargs, lambda n: values[n])
     return functools.partial(target, *real_args, **real_kwargs)

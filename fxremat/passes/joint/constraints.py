@@ -97,14 +97,14 @@ def constrain(module: fx.GraphModule, policy: Policy | None, *, travels: bool) -
         answer = _answer(policy, asked) if policy is not None else None
         tag = torch_compat.checkpoint_tag(node)
         if answer is not None:
-            found = Constraint(answer, "policy", node.name)
+            constraint = Constraint(answer, "policy", node.name)
         elif tag is not None:
-            found = Constraint(tag, "tag", node.name)
+            constraint = Constraint(tag, "tag", node.name)
         else:
             continue
-        _check(found, asked, node, travels=travels)
+        _check(constraint, asked, node, travels=travels)
         for own in (node, *values_of(node)):
-            own.meta[CONSTRAINT] = found
+            own.meta[CONSTRAINT] = constraint
 
 
 def unconstrained(module: fx.GraphModule) -> fx.GraphModule:
@@ -119,25 +119,25 @@ def unconstrained(module: fx.GraphModule) -> fx.GraphModule:
 
 def constraint_of(node: fx.Node) -> Constraint | None:
     """Return the :class:`Constraint` of ``node``; ``None`` if the planner decides about it."""
-    found: Constraint | None = node.meta.get(CONSTRAINT)
-    return found
+    constraint: Constraint | None = node.meta.get(CONSTRAINT)
+    return constraint
 
 
 def constrained_storages(joint: JointGraph, *answers: Answer) -> frozenset[int]:
     """Return ids of storages that forward operations constrained to one of ``answers`` allocate."""
-    found: set[int] = set()
+    storages: set[int] = set()
     for node in joint.forward:
         own = constraint_of(node)
         if own is not None and own.answer in answers:
             read = () if is_getitem(node) else node.all_input_nodes
-            found |= frozenset(joint.storages.of_node[node]) - joint.storages.of(read)
-    return frozenset(found)
+            storages |= frozenset(joint.storages.of_node[node]) - joint.storages.of(read)
+    return frozenset(storages)
 
 
 def may_run_again(node: fx.Node) -> bool:
     """Return whether no constraint forbids to recompute ``node``, by keeping or offloading it."""
-    found = constraint_of(node)
-    return found is None or found.answer == "recompute"
+    constraint = constraint_of(node)
+    return constraint is None or constraint.answer == "recompute"
 
 
 def describe(module: fx.GraphModule) -> tuple[str, ...]:
@@ -180,45 +180,45 @@ def _operation(node: fx.Node, made: list[torch.Tensor]) -> Operation:
 
 def _answer(policy: Policy, asked: Operation) -> Answer | None:
     try:
-        found: object = policy(asked)
+        answer: object = policy(asked)
     except Exception as error:
         raise ArgumentError(
             f"policy= failed for {_named(asked)}: {type(error).__name__}: {error}",
             argument="policy",
             value=policy,
         ) from error
-    if found is not None and found not in get_args(Answer):
+    if answer is not None and answer not in get_args(Answer):
         raise ArgumentError(
-            f"policy= returned {found!r} for {_named(asked)}, but must return 'keep', 'recompute', "
-            "'offload', or None to let the planner decide",
+            f"policy= returned {answer!r} for {_named(asked)}, but must return 'keep', "
+            "'recompute', 'offload', or None to let the planner decide",
             argument="policy",
-            value=found,
+            value=answer,
         )
-    return found  # type: ignore[return-value]
+    return answer  # type: ignore[return-value]
 
 
-def _check(found: Constraint, asked: Operation, node: fx.Node, *, travels: bool) -> None:
-    """Raise ``ArgumentError`` if no plan can meet the constraint ``found`` of ``node``.
+def _check(constraint: Constraint, asked: Operation, node: fx.Node, *, travels: bool) -> None:
+    """Raise ``ArgumentError`` if no plan can meet a constraint of ``node``.
 
     Args:
-        found: the constraint.
+        constraint: the constraint.
         asked: ``node`` as it was passed to the policy; it is named in the error.
         node: the operation.
         travels: whether storages may be offloaded to host memory.
     """
-    who = "policy=" if found.by == "policy" else "a tag of selective checkpointing"
-    if found.answer == "offload" and not travels:
+    who = "policy=" if constraint.by == "policy" else "a tag of selective checkpointing"
+    if constraint.answer == "offload" and not travels:
         raise ArgumentError(
             f"{who} offloads {_named(asked)}, but offload=False: pass offload='auto'",
             argument="policy",
-            value=found.answer,
+            value=constraint.answer,
         )
-    if found.answer == "recompute" and runs_once(node):
+    if constraint.answer == "recompute" and runs_once(node):
         raise ArgumentError(
             f"{who} recomputes {_named(asked)}, a custom kernel that may give other bits the "
             "second time: keep it, or let the planner decide",
             argument="policy",
-            value=found.answer,
+            value=constraint.answer,
         )
 
 

@@ -1,4 +1,4 @@
-"""Gradients of a loss that were computed together with it, before its own gradient was known."""
+"""Gradients that were computed together with a loss, before the gradient of the loss existed."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class EarlyGradients:
         if not cuda_graph.is_captured():
             if _same_bits(gradient, args[self.place]):
                 return self.as_expected(*args)
-            _counts.anew = computed_anew() + 1
+            _counts.again = computed_again() + 1
             for root, came in zip(self.expected, others, strict=False):
                 root.value = came.item()
-        return self.anew(*args)
+        return self.compute_again(*args)
 
-    def anew(self, *args: Any) -> Any:
+    def compute_again(self, *args: Any) -> Any:
         """Compute the gradients again for the loss's real gradient, and return them.
 
         The expected gradients do not change.
@@ -115,12 +115,12 @@ def parts_of(node: fx.Node) -> Parts | None:
     return run if isinstance(run, Parts) else None
 
 
-def computed_anew() -> int:
+def computed_again() -> int:
     """Return how often calls of :class:`EarlyGradients` in this thread computed gradients again.
 
     Calls in CUDA graphs do not count.
     """
-    return getattr(_counts, "anew", 0)
+    return getattr(_counts, "again", 0)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

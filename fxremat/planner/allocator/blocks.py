@@ -151,6 +151,9 @@ def replay(state: State, given: Ints, keys: Ints, sizes: Ints, steps: int) -> No
             block that was allocated last under its key.
         sizes: size of the block that each request allocates, or 0 for a release.
         steps: number of steps; what a step does not release is released at its end.
+
+    Raises:
+        ValueError: a request releases a key under which nothing is allocated.
     """
     for size in given:
         take(state, size, 0)
@@ -162,6 +165,8 @@ def replay(state: State, given: Ints, keys: Ints, sizes: Ints, steps: int) -> No
             if sizes[i]:
                 former[i], latest[key] = latest[key], i
                 blocks[i] = take(state, sizes[i], 0)
+            elif latest[key] == NONE:
+                raise ValueError("a request releases a key under which nothing is allocated")
             else:
                 put_back(state, blocks[latest[key]])
                 latest[key] = former[latest[key]]

@@ -129,10 +129,10 @@ def _weigh(
 @njit(inline="always")
 def _is_unheld(data: Ints, at: At, group: int) -> bool:
     """Return whether plans are forbidden to hold some result of the operations in ``group``."""
-    found = False
+    is_unheld = False
     for i in range(data[at.members + group], data[at.members + group + 1]):
-        found = found or data[at.unheld + data[i]] == 1
-    return found
+        is_unheld = is_unheld or data[at.unheld + data[i]] == 1
+    return is_unheld
 
 
 @njit(inline="always")
@@ -341,7 +341,7 @@ def climb(
     start: Flags,
     limit_bytes: int,
     effort: Effort,
-    found: Flags,
+    helds: Flags,
     found_bytes: Ints,
     found_s: Floats,
 ) -> int:
@@ -357,7 +357,7 @@ def climb(
         start: shape ``(N,)``, the tensors that are held at the start.
         limit_bytes: the climb ends after the first step whose peak exceeds this.
         effort: limits the failures and the size of a step, and says which changes are similar.
-        found: shape ``(S, N)`` for at most S steps, filled with the tensors held after each step;
+        helds: shape ``(S, N)`` for at most S steps, filled with the tensors held after each step;
             each step is faster than the previous one.
         found_bytes, found_s: shape ``(S,)``, filled with their peaks and seconds.
 
@@ -375,7 +375,7 @@ def climb(
     step_bytes = int(data[at.total + MOST_HELD] * effort.step_share)
     count = find_effects(data, seconds, at, codes, calls, groups, nbytes, worth)
     steps = failures = first = 0
-    while steps < len(found) and failures < effort.climb_failures:
+    while steps < len(helds) and failures < effort.climb_failures:
         while first < count and refused[groups[first]]:
             first += 1
         if first >= count:
@@ -398,7 +398,7 @@ def climb(
             continue
         best[:] = tried
         best_s = tried_s
-        found[steps] = best
+        helds[steps] = best
         found_bytes[steps], found_s[steps] = data[at.total + MOST_HELD], best_s
         steps += 1
         if found_bytes[steps - 1] > limit_bytes:
