@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from fxremat.graph.graph import Graph
 from fxremat.passes.joint.sizes import Values
 from fxremat.planner.context.context_bytes import ContextBytes
-from fxremat.planner.context.step_context import StepContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +28,3 @@ class Conditions:
     has_gradients: bool
     scaled: bool
     region: bool
-
-
-def conditions_of(graph: Graph, context: StepContext) -> Conditions:
-    """Return what the candidates for a call in ``context`` depend on."""
-    hints = graph.sizes.hints
-    return Conditions(
-        context.sizes,
-        graph.held(context),
-        graph.held(replace(context, sizes=hints)),
-        is_at_capture=context.sizes == hints,
-        has_gradients=bool(context.existing),
-        scaled=context.scaled,
-        region=context.region,
-    )

@@ -15,7 +15,7 @@ from fxremat import torch_compat
 from fxremat.cache.origins import key_of
 from fxremat.costs.link.bandwidth import link_key, measure_link, record_link
 from fxremat.errors import CostError
-from fxremat.graph.conditions import Conditions, conditions_of
+from fxremat.graph.conditions import Conditions
 from fxremat.graph.forms import MOST_BYTES, aimed, part_sizes, parted, wanted
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool
@@ -195,7 +195,7 @@ def grow(graph: Graph, context: StepContext) -> bool:
 
     Returns whether there was such a form.
     """
-    call = conditions_of(graph, context)
+    call = graph.conditions(context)
     ensure_searched(graph, call.held_at_capture)
     return search_unshared(graph, call) or search_next(graph, call)
 

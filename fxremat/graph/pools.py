@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from fxremat.errors import CostError
-from fxremat.graph.conditions import Conditions, conditions_of
+from fxremat.graph.conditions import Conditions
 from fxremat.graph.further import (
     ensure_searched,
     grow,
@@ -53,7 +53,7 @@ def pools(
     Raises:
         CostError: an operation cannot be measured, and no plan was made before.
     """
-    call = conditions_of(graph, context)
+    call = graph.conditions(context)
     are_new = ensure_searched(graph, call.held_at_capture) and run and call.is_at_capture
     evaluated = _evaluated(graph, call, budget_bytes, run=run, bits=bits)
     if not run or budget_bytes is None or least_of(evaluated).least_bytes <= budget_bytes:
@@ -134,7 +134,7 @@ def room_bytes(graph: Graph, context: StepContext) -> int:
 
 def rough_least_bytes(graph: Graph, context: StepContext) -> int:
     """Return about the least budget that fits a call, from cached candidates; nothing is run."""
-    call, each = conditions_of(graph, context), []
+    call, each = graph.conditions(context), []
     ensure_searched(graph, call.held_at_capture)
     for own, variant in zip(graph.variants, graph.at(call.sizes, run=False), strict=True):
         if own.pool is None:
