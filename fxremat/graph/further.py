@@ -33,6 +33,20 @@ from fxremat.planner.search.search import Search
 from fxremat.planner.transfers.transfers import HostMemory, Transfers
 
 
+def conditions_of(graph: Graph, context: StepContext) -> Conditions:
+    """Return what the candidates for a call in ``context`` depend on."""
+    hints = graph.sizes.hints
+    return Conditions(
+        context.sizes,
+        graph.held(context),
+        graph.held(replace(context, sizes=hints)),
+        is_at_capture=context.sizes == hints,
+        has_gradients=bool(context.existing),
+        scaled=context.scaled,
+        region=context.region,
+    )
+
+
 def allocator_rules(graph: Graph) -> AllocatorSettings | None:
     """Return the rules that the user gave for the allocator, else those of the graph's device.
 
@@ -195,7 +209,7 @@ def grow(graph: Graph, context: StepContext) -> bool:
 
     Returns whether there was such a form.
     """
-    call = graph.conditions(context)
+    call = conditions_of(graph, context)
     ensure_searched(graph, call.held_at_capture)
     return search_unshared(graph, call) or search_next(graph, call)
 

@@ -25,7 +25,6 @@ from fxremat.costs.measured.layouts import KernelLayouts
 from fxremat.costs.measured.tuning import tune_kernels
 from fxremat.errors import CaptureError, CostError, PlanError
 from fxremat.graph.calls import Calls
-from fxremat.graph.conditions import Conditions
 from fxremat.graph.dimensions import Dimension, dimensions_of
 from fxremat.graph.feedback import Feedback
 from fxremat.graph.forms import NO_OPTIONS, FurtherForms, PlanOptions, room_bytes, way_of
@@ -503,19 +502,6 @@ class Graph:
     def held(self, context: StepContext) -> ContextBytes:
         """Return the bytes held at a call in ``context`` besides what the graph allocates."""
         return context.around(self.traced(context.sizes).base)
-
-    def conditions(self, context: StepContext) -> Conditions:
-        """Return what the candidates for a call depend on beyond this graph."""
-        hints = self.sizes.hints
-        return Conditions(
-            context.sizes,
-            self.held(context),
-            self.held(replace(context, sizes=hints)),
-            is_at_capture=context.sizes == hints,
-            has_gradients=bool(context.existing),
-            scaled=context.scaled,
-            region=context.region,
-        )
 
     def described(self, context: StepContext) -> tuple[tuple[str, int], ...]:
         """Return what is held when a call in ``context`` begins, as descriptions with bytes."""

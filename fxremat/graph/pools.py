@@ -8,6 +8,7 @@ from dataclasses import replace
 from fxremat.errors import CostError
 from fxremat.graph.conditions import Conditions
 from fxremat.graph.further import (
+    conditions_of,
     ensure_searched,
     grow,
     may_follow,
@@ -53,7 +54,7 @@ def pools(
     Raises:
         CostError: an operation cannot be measured, and no plan was made before.
     """
-    call = graph.conditions(context)
+    call = conditions_of(graph, context)
     are_new = ensure_searched(graph, call.held_at_capture) and run and call.is_at_capture
     evaluated = _evaluated(graph, call, budget_bytes, run=run, bits=bits)
     if not run or budget_bytes is None or least_of(evaluated).least_bytes <= budget_bytes:
@@ -134,7 +135,7 @@ def room_bytes(graph: Graph, context: StepContext) -> int:
 
 def rough_least_bytes(graph: Graph, context: StepContext) -> int:
     """Return about the least budget that fits a call, from cached candidates; nothing is run."""
-    call, each = graph.conditions(context), []
+    call, each = conditions_of(graph, context), []
     ensure_searched(graph, call.held_at_capture)
     for own, variant in zip(graph.variants, graph.at(call.sizes, run=False), strict=True):
         if own.pool is None:

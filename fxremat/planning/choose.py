@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxremat.graph.further import grow_faster, grow_smaller, wants_faster
+from fxremat.graph.further import conditions_of, grow_faster, grow_smaller, wants_faster
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool, below_s, fastest, frontier_over, least_of
 from fxremat.graph.pools import pools
@@ -101,7 +101,7 @@ def choose(
         available = pools(graph, context, budget_bytes, needed=needed)
     traced, least_bytes = available[0], needs.least_bytes
     pool, candidate = fastest(available, budget_bytes)
-    call = graph.conditions(context)
+    call = conditions_of(graph, context)
     while wants_faster(graph, call, traced, candidate.total_s) and grow_faster(
         graph, call, available, budget_bytes, below_s(available, candidate)
     ):
@@ -284,7 +284,7 @@ def _within_share(
     graph: Graph, contexts: Sequence[StepContext], limit: Budget, available: list[Pool]
 ) -> list[Pool]:
     """Search variants until one fits a budget that is a share or ``"min"``; return all pools."""
-    call = graph.conditions(contexts[0])
+    call = conditions_of(graph, contexts[0])
     full_bytes = needs_in(graph, contexts).full_bytes
     nbytes = limit.bytes_of(full_bytes=full_bytes, least_bytes=0)
     while (least_bytes := least_of(available).least_bytes) > nbytes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxremat.errors import CostError
-from fxremat.graph.further import search_again
+from fxremat.graph.further import conditions_of, search_again
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import Pool
 from fxremat.graph.pools import least_bytes
@@ -112,7 +112,7 @@ def choices_of(graph: Graph, context: StepContext) -> tuple[Choice, ...]:
     for share in graph.options.effort.loss_point_shares:
         correction = Correction(loss_point_bytes=int(share * all_bytes))
         own = replace(context, waiting_bytes=0, correction=correction, region=True)
-        pools = search_again(graph, graph.conditions(own))
+        pools = search_again(graph, conditions_of(graph, own))
         for index, pool in enumerate(pools):
             for candidate in pool.graded():
                 candidates.setdefault(_choice(pool, candidate), (index, candidate))
