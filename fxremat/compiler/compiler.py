@@ -45,6 +45,7 @@ def compile_graph(
         FxrematError: see :func:`fxremat.compile`.
     """
     cuda_graph.refuse_planning()
+    module = torch_compat.inline_regions(module)
     broken = _noted_break(training, module)
     if not training.regions.several:
         training.loop.watcher.end()

@@ -36,6 +36,18 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
+def graphs_are_in_operations(
+    graph: StepGraph, *, before: StepGraph, config: PassConfig
+) -> Violations:
+    """No operation reads a graph as an attribute of the module.
+
+    Yields the operations that violate this.
+    """
+    for node in graph.nodes:
+        if torch_compat.graphs_of(node):
+            yield node, "reads a graph as an attribute"
+
+
 def launches_are_operations(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:

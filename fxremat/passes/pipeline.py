@@ -17,6 +17,7 @@ from fxremat.passes import check
 from fxremat.passes.conditions import (
     backwards_have_what_they_read,
     draws_are_recorded,
+    graphs_are_in_operations,
     launches_are_operations,
     nothing_crosses_the_loss_point,
     nothing_is_dead,
@@ -36,6 +37,7 @@ from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.fixed_sizes import fix_sizes, placed_on
 from fxremat.passes.joint.layouts import as_kernels_leave
+from fxremat.passes.joint.nested import with_nested
 from fxremat.passes.joint.user_kernels import with_launches
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.runs import Large
@@ -77,6 +79,12 @@ def has_parts(config: PassConfig) -> bool:
     Returns whether ``config.form`` does.
     """
     return config.form.has_parts
+
+
+def _take_graphs(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Make one operation of each operator that runs graphs of its own, such as ``torch.cond``."""
+    module = with_nested(graph.module)
+    return graph if module is graph.module else graph.changed(module)
 
 
 def _take_launches(graph: StepGraph, *, config: PassConfig) -> StepGraph:
@@ -204,6 +212,7 @@ _LINEARIZE = Pass(
 )
 
 PASSES: list[Pass] = [
+    Pass("nested", _take_graphs, ensures=(graphs_are_in_operations,)),
     Pass("launches", _take_launches, ensures=(launches_are_operations,)),
     Pass("layouts", _lay_as_kernels, when=runs_eagerly),
     Pass(

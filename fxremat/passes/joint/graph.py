@@ -135,6 +135,11 @@ class JointGraph:
         return copies or isinstance(node.target, Expected)
 
 
+def attribute_of(module: fx.GraphModule, node: fx.Node) -> Any:
+    """Return the attribute of ``module`` that its ``get_attr`` node ``node`` reads."""
+    return operator.attrgetter(str(node.target))(module)
+
+
 def is_tensor(node: fx.Node) -> bool:
     """Return whether ``node`` returns a single tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)

@@ -12,6 +12,7 @@ from fxremat import torch_compat
 from fxremat.errors import GraphError
 from fxremat.passes.joint.graph import copy_origin, tensors_of
 from fxremat.runtime import rng
+from fxremat.runtime.nested import Nested
 
 
 def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
@@ -50,7 +51,8 @@ def is_draw(node: fx.Node) -> bool:
 
 def operation_of_draw(node: fx.Node) -> Any:
     """Return the random operator that ``node`` runs, with or without a recorded state."""
-    return node.args[2] if is_draw(node) else node.target
+    operation: Any = node.args[2] if is_draw(node) else node.target
+    return operation.function if isinstance(operation, Nested) else operation
 
 
 def draws(node: fx.Node) -> bool:
