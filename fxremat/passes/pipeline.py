@@ -17,6 +17,7 @@ from fxremat.passes import check
 from fxremat.passes.conditions import (
     backwards_have_what_they_read,
     draws_are_recorded,
+    effects_run_once,
     graphs_are_in_operations,
     launches_are_operations,
     nothing_crosses_the_loss_point,
@@ -35,6 +36,7 @@ from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.effects import with_effects
 from fxremat.passes.joint.fixed_sizes import fix_sizes, placed_on
 from fxremat.passes.joint.layouts import as_kernels_leave
 from fxremat.passes.joint.nested import with_nested
@@ -97,6 +99,12 @@ def _lay_as_kernels(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Give each tensor the layout in which its kernel really leaves it."""
     assert config.left is not None
     module = as_kernels_leave(graph.module, config.left)
+    return graph if module is graph.module else graph.changed(module)
+
+
+def _take_effects(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Make an operation that runs once of each operator with an ordered effect."""
+    module = with_effects(graph.module)
     return graph if module is graph.module else graph.changed(module)
 
 
@@ -189,10 +197,15 @@ def _fuse(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 _BUILD = Pass(
     "build",
     _build,
-    requires=(sizes_are_numbers, launches_are_operations),
+    requires=(
+        sizes_are_numbers,
+        graphs_are_in_operations,
+        launches_are_operations,
+        effects_run_once,
+    ),
     ensures=(nothing_is_detached, nothing_is_dead, values_follow, draws_are_recorded),
     raises={
-        CaptureError: "an operation runs a nested graph, waits for other processes in a way "
+        CaptureError: "an operation waits for other processes in a way "
         "that cannot be measured, or returns a sparse tensor",
         SizesError: "a size is still a symbol",
         GraphError: "the graph is not what AOTAutograd promises: an operation writes into its "
@@ -225,6 +238,7 @@ PASSES: list[Pass] = [
             "followed, or a symbol is not the size of an input",
         },
     ),
+    Pass("effects", _take_effects, requires=(sizes_are_numbers,), ensures=(effects_run_once,)),
     Pass(
         "channels last",
         _lay_channels_last,

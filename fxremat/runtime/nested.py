@@ -56,7 +56,7 @@ class Nested:
         args, kwargs = self._arguments(self._template, values)
         return self.function(*args, **kwargs)
 
-    def all_branches(self, *values: Any) -> Any:
+    def stand_in(self, *values: Any) -> Any:
         """Return results as a call does, after each branch has run, with the most memory of any.
 
         Made-up arguments would otherwise choose the branches that run, or never end a loop.

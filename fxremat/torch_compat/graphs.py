@@ -91,7 +91,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
     """Return whether running ``node`` advances a random generator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        graphs = graphs_of(node) or getattr(target, "graphs", ())
+        graphs: Sequence[fx.GraphModule] = graphs_of(node) or getattr(target, "graphs", ())
         return any(draws_random_numbers(inner) for graph in graphs for inner in graph.graph.nodes)
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False

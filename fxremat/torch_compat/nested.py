@@ -94,7 +94,8 @@ def with_all_branches(target: Any) -> Callable[..., Any]:
     For other operators, the function is the operator.
     """
     name = getattr(target, "__name__", "") if is_higher_order(target) else ""
-    return {"cond": _both_branches, "while_loop": _two_iterations}.get(name, target)
+    run: Callable[..., Any] = _ALL_BRANCHES.get(name, target)
+    return run
 
 
 def _both_branches(
@@ -115,3 +116,9 @@ def _two_iterations(
         condition(*carried, *constant)
         carried = body(*carried, *constant)
     return tuple(carried)
+
+
+_ALL_BRANCHES: dict[str, Callable[..., Any]] = {
+    "cond": _both_branches,
+    "while_loop": _two_iterations,
+}

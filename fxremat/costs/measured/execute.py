@@ -20,6 +20,7 @@ from fxremat.passes.joint.graph import allocated_bytes, is_getitem, tensors_of
 from fxremat.passes.parts.early_gradients import EarlyGradients
 from fxremat.passes.stages.block import Block, Key, Mode, build_graph, call_of, node_key
 from fxremat.progress import Note
+from fxremat.runtime.effects import Effect
 from fxremat.runtime.nested import Nested
 from fxremat.runtime.user_kernels import Launch
 
@@ -60,9 +61,11 @@ def _stand_in(value: Any) -> Any:
     """Return the function to measure in place of ``value``, if that is an operation.
 
     A collective runs without other processes. An operation that runs graphs runs each of their
-    branches, since made-up inputs decide nothing.
+    branches, since made-up inputs decide nothing. An ordered effect has no effect.
     """
-    return value.all_branches if isinstance(value, Nested) else torch_compat.alone(value)
+    if isinstance(value, (Nested, Effect)):
+        return value.stand_in
+    return torch_compat.alone(value)
 
 
 def least_s(
@@ -361,9 +364,7 @@ def _bound(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> functo
     It computes everything afresh, also gradients that a forward has computed early.
     """
     target, args, kwargs = call_of(node, block.mode_of(node))
-    target = (
-        target.compute_again if isinstance(target, EarlyGradients) else _stand_in(target)
-    )
+    target = target.compute_again if isinstance(target, EarlyGradients) else _stand_in(target)
     real_args = torch.fx.map_arg(tuple(map(_stand_in, args)), lambda n: values[n])
     real_kwargs = torch.fx.map_arg(kwargs, lambda n: values[n])
     return functools.partial(target, *real_args, **real_kwargs)

@@ -167,10 +167,10 @@ def _gather_operations(graph: fx.Graph) -> None:
 
 
 def _eliminate_dead_code(graph: fx.Graph) -> None:
-    """Erase operations that nothing reads, except random draws, which advance the generator."""
+    """Erase operations that nothing reads, except those with an effect, such as random draws."""
     for node in reversed(list(graph.nodes)):
         removable = node.op in ("call_function", "get_attr")
-        if removable and not node.users and not torch_compat.draws_random_numbers(node):
+        if removable and not node.users and not rng.has_effect(node):
             graph.erase_node(node)
 
 
@@ -223,7 +223,7 @@ def _merge_duplicates(joint: JointGraph, *, shared: bool) -> None:
     first_of: dict[object, fx.Node] = {}
     moved: dict[int, torch.Tensor] = {}
     for node in joint.forward:
-        if torch_compat.draws_random_numbers(node) or batchnorm.updates_statistics(node):
+        if rng.has_effect(node) or batchnorm.updates_statistics(node):
             continue
         # Arguments are compared as text, so that 1, 1.0 and True, or 0.0 and -0.0, differ.
         call = node.target, repr(node.args), repr(node.kwargs)

@@ -178,6 +178,14 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
             yield item
 
 
+def runs_once(node: fx.Node) -> bool:
+    """Return whether ``node`` must not run a second time.
+
+    It has an ordered effect, or it launches a kernel that may give other bits the next time.
+    """
+    return not getattr(node.target, "repeatable", True)
+
+
 def copy_origin(source: fx.Node, target: fx.Node) -> None:
     """Copy the metadata that says which code and phase of autograd ``source`` is from.
 

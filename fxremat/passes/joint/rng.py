@@ -10,6 +10,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import GraphError
+from fxremat.passes.joint.effects import is_effect
 from fxremat.passes.joint.graph import copy_origin, tensors_of
 from fxremat.runtime import rng
 from fxremat.runtime.nested import Nested
@@ -58,6 +59,15 @@ def operation_of_draw(node: fx.Node) -> Any:
 def draws(node: fx.Node) -> bool:
     """Return whether ``node`` draws random numbers, so that its first run advances a generator."""
     return is_draw(node) or torch_compat.draws_random_numbers(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Return whether the first run of ``node`` has an effect besides its result.
+
+    It advances a generator, or has an ordered effect, such as printing. It runs although nothing
+    may read its result, and such operations keep their order.
+    """
+    return draws(node) or is_effect(node)
 
 
 def _device_of_draw(node: fx.Node) -> torch.device:
