@@ -18,11 +18,11 @@ from fxremat.passes.conditions import (
     backwards_have_what_they_read,
     draws_are_recorded,
     effects_run_once,
-    graphs_are_in_operations,
     launches_are_operations,
     nothing_crosses_the_loss_point,
     nothing_is_dead,
     nothing_is_detached,
+    objects_are_in_operations,
     operations_are_classified,
     results_lie_as_before,
     sizes_are_numbers,
@@ -83,7 +83,7 @@ def has_parts(config: PassConfig) -> bool:
     return config.form.has_parts
 
 
-def _take_graphs(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+def _take_objects(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Make one operation of each operator that runs graphs of its own, such as ``torch.cond``."""
     module = with_nested(graph.module)
     return graph if module is graph.module else graph.changed(module)
@@ -199,7 +199,7 @@ _BUILD = Pass(
     _build,
     requires=(
         sizes_are_numbers,
-        graphs_are_in_operations,
+        objects_are_in_operations,
         launches_are_operations,
         effects_run_once,
     ),
@@ -225,7 +225,7 @@ _LINEARIZE = Pass(
 )
 
 PASSES: list[Pass] = [
-    Pass("nested", _take_graphs, ensures=(graphs_are_in_operations,)),
+    Pass("nested", _take_objects, ensures=(objects_are_in_operations,)),
     Pass("launches", _take_launches, ensures=(launches_are_operations,)),
     Pass("layouts", _lay_as_kernels, when=runs_eagerly),
     Pass(

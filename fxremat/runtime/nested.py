@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 import weakref
@@ -53,11 +54,15 @@ class Nested:
 
     def __call__(self, *values: Any) -> Any:
         """Return the results of the operator for these arguments."""
-        args, kwargs = self._arguments(self._template, values)
+        leaves = list(self._template)
+        for place, value in zip(self._places, values, strict=True):
+            leaves[place] = value
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return self.function(*args, **kwargs)
 
-    def stand_in(self, *values: Any) -> Any:
-        """Return results as a call does, after each branch has run, with the most memory of any.
+    @functools.cached_property
+    def stand_in(self) -> Nested:
+        """An operation with the same results that runs each branch, and takes the most memory.
 
         Made-up arguments would otherwise choose the branches that run, or never end a loop.
         """
@@ -65,14 +70,9 @@ class Nested:
             with_all_branches(item) if isinstance(item, fx.GraphModule) else item
             for item in self._template
         ]
-        args, kwargs = self._arguments(template, values)
-        return torch_compat.with_all_branches(self.function)(*args, **kwargs)
-
-    def _arguments(self, template: Sequence[Any], values: Sequence[Any]) -> Any:
-        leaves = list(template)
-        for place, value in zip(self._places, values, strict=True):
-            leaves[place] = value
-        return pytree.tree_unflatten(leaves, self._structure)
+        function = torch_compat.with_all_branches(self.function)
+        digest = f"all_{self.digest}"
+        return Nested(function, digest, template, self._structure, self._places)
 
 
 def with_all_branches(module: fx.GraphModule) -> fx.GraphModule:

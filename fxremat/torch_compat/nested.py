@@ -19,15 +19,13 @@ def is_higher_order(target: object) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
-def effect_of(node: fx.Node) -> Any:
-    """Return the operator with an ordered effect that ``node`` runs; ``None`` if it runs none.
+def has_ordered_effect(target: object) -> bool:
+    """Return whether ``target`` is the operator that runs another one with an ordered effect.
 
-    The arguments of ``node`` are a token, the operator, and the operator's arguments. Its results
-    are a token and the operator's results. Tokens order the effects.
+    Its arguments are a token, the operator, and the operator's arguments. Its results are a token
+    and the operator's results. Tokens order the effects; their values are not read.
     """
-    if is_higher_order(node.target) and getattr(node.target, "__name__", "") == "with_effects":
-        return node.args[1]
-    return None
+    return is_higher_order(target) and getattr(target, "__name__", "") == "with_effects"
 
 
 def inline_regions(module: fx.GraphModule) -> fx.GraphModule:

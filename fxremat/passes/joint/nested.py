@@ -24,19 +24,21 @@ from fxremat.runtime.nested import Nested, nested_of
 def with_nested(module: fx.GraphModule) -> fx.GraphModule:
     """Return a joint graph in which each operator that runs graphs is a ``Nested`` node.
 
+    An operator that reads another object that is no tensor, such as a function, becomes one too.
+
     Args:
         module: the joint graph; it is not changed.
 
-    Ensures: no node reads a graph as an attribute.
+    Ensures: attributes that a node reads are tensors.
 
-    Returns ``module`` itself where nothing runs a graph.
+    Returns ``module`` itself where this is so already.
     """
-    runs_graphs = [bool(torch_compat.graphs_of(node)) for node in module.graph.nodes]
-    if not any(runs_graphs):
+    reads_objects = [bool(torch_compat.objects_of(node)) for node in module.graph.nodes]
+    if not any(reads_objects):
         return module
     graph = copy_of(module.graph)
-    for node, runs in zip(list(graph.nodes), runs_graphs, strict=True):
-        if runs:
+    for node, reads in zip(list(graph.nodes), reads_objects, strict=True):
+        if reads:
             _replace(module, node)
     for node in list(graph.find_nodes(op="get_attr")):
         if not node.users:
