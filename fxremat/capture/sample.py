@@ -167,6 +167,7 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
             contextlib.redirect_stdout(io.StringIO()),
             attributes_replaced(model, fake_copy),
             torch_compat.without_launches(),
+            torch_compat.without_attention_warning(),
             quiet,
             mode,
             torch.no_grad(),

@@ -33,6 +33,7 @@ from fxremat.passes.conditions import (
 )
 from fxremat.passes.contract import Pass, PassConfig, always, statement_of
 from fxremat.passes.fuse.again import computed_twice
+from fxremat.passes.fuse.attention import with_attention_kernels
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.joint.build import build_joint_graph
@@ -127,6 +128,16 @@ def _place(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Move all tensors to the device that the step is estimated for."""
     assert config.target is not None
     return graph.changed(placed_on(graph.module, config.target))
+
+
+def _compile_attention(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Make a unit, which Inductor compiles, of each FlexAttention on a GPU."""
+    module = with_attention_kernels(graph.module, config.attention_units)
+    if module is graph.module:
+        return graph
+    if config.target is None:
+        config.attention_units.compile(config.progress, note=config.note)
+    return graph.changed(module)
 
 
 def _build(graph: StepGraph, *, config: PassConfig) -> StepGraph:
@@ -252,6 +263,12 @@ PASSES: list[Pass] = [
         requires=(sizes_are_numbers,),
         ensures=(tensors_are_on_target, results_lie_as_before),
         when=has_other_device,
+    ),
+    Pass(
+        "attention",
+        _compile_attention,
+        requires=(sizes_are_numbers, objects_are_in_operations),
+        ensures=(results_lie_as_before,),
     ),
     _BUILD,
     Pass(

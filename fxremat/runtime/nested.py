@@ -53,12 +53,15 @@ class Nested:
         return self.__name__
 
     def __call__(self, *values: Any) -> Any:
-        """Return the results of the operator for these arguments."""
+        """Return the results of the operator for these arguments: one, or several in order.
+
+        Results in groups, such as the gradients of captured tensors, are in one sequence.
+        """
         leaves = list(self._template)
         for place, value in zip(self._places, values, strict=True):
             leaves[place] = value
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        return self.function(*args, **kwargs)
+        return flat(self.function(*args, **kwargs))
 
     @functools.cached_property
     def stand_in(self) -> Nested:
@@ -73,6 +76,16 @@ class Nested:
         function = torch_compat.with_all_branches(self.function)
         digest = f"all_{self.digest}"
         return Nested(function, digest, template, self._structure, self._places)
+
+
+def flat(results: Any) -> Any:
+    """Return results with those of inner tuples and lists in their place, or a single result."""
+    if not isinstance(results, (tuple, list)):
+        return results
+    if not any(isinstance(item, (tuple, list)) for item in results):
+        return results
+    nested = (flat(item) if isinstance(item, (tuple, list)) else (item,) for item in results)
+    return tuple(item for items in nested for item in items)
 
 
 def with_all_branches(module: fx.GraphModule) -> fx.GraphModule:
