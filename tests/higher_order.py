@@ -99,12 +99,14 @@ def hints_wrapper(x: Tensor) -> Tensor:
 def map_impl(x: Tensor) -> Tensor:
     from torch._higher_order_ops.map import map as run
 
-    return run(lambda a, b: functional.gelu(a * b), x.view(8, -1, WIDTH), x.mean(0)).view(-1, WIDTH)
+    return run(lambda a, b: functional.gelu(a * b), x.view(8, -1, x.shape[-1]), x.mean(0)).view_as(
+        x
+    )
 
 
 def out_dtype(x: Tensor) -> Tensor:
     whole = (x.detach() * 10).to(torch.int8)
-    ones = torch.ones(WIDTH, WIDTH, dtype=torch.int8)
+    ones = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.int8)
     product = torch.ops.higher_order.out_dtype(torch.ops.aten.mm.default, torch.int32, whole, ones)
     return x + product * 0.01
 
@@ -126,7 +128,7 @@ def scan(x: Tensor) -> Tensor:
         made = torch.tanh(state + row)
         return made, made.clone()
 
-    return run(step, torch.zeros(WIDTH), x)[1]
+    return run(step, x.new_zeros(x.shape[-1]), x)[1]
 
 
 def scan_with_dropout(x: Tensor) -> Tensor:
@@ -136,7 +138,7 @@ def scan_with_dropout(x: Tensor) -> Tensor:
         made = torch.tanh(state + functional.dropout(row, 0.5))
         return made, made.clone()
 
-    return run(step, torch.zeros(WIDTH), x)[1]
+    return run(step, x.new_zeros(x.shape[-1]), x)[1]
 
 
 def strict_mode(x: Tensor) -> Tensor:
@@ -239,9 +241,11 @@ NOT_BUILT = {
 class Layers(nn.Module):
     """Linear layers, each followed by a function."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor], layers: int = LAYERS) -> None:
+    def __init__(
+        self, function: Callable[[Tensor], Tensor], layers: int = LAYERS, width: int = WIDTH
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:

@@ -50,9 +50,9 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Blocks that share a mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
 
     def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
         for block in self.blocks:
