@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn import functional
 
 import fxremat
 from tests.higher_order import (
@@ -26,7 +27,7 @@ from tests.higher_order import (
     while_loop,
 )
 from tests.models.reference import reference_step
-from tests.models.zoo import sum_of_squares
+from tests.models.zoo import ZooModel, sum_of_squares
 from tests.trials import attempt
 
 pytestmark = pytest.mark.usefixtures("quick_search")
@@ -162,6 +163,40 @@ def test_plans_of_one_process_are_followed_in_another_capture() -> None:
         Layers(cond), x, first.plan.budget_bytes, loss=sum_of_squares, plan=first.plan
     )
     assert second.plan.schedule == first.plan.schedule
+
+
+class Recurrent(nn.Module):
+    """A recurrent network whose iterations save values of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.write = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(0.1 * torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch._higher_order_ops.scan import scan as run
+
+        def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+            made = torch.tanh(row + functional.gelu(state @ self.weight))
+            return made, made * 1
+
+        return self.write(run(step, x.new_zeros(8, WIDTH), self.read(x))[1])
+
+
+@pytest.mark.parametrize("length", [48, 100])
+def test_a_long_scan_is_recomputed_in_pieces(length: int) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Recurrent()
+
+    entry = ZooModel(
+        "recurrent", build, lambda _seed: ((torch.ones(length, 8, WIDTH),), {}), sum_of_squares
+    )
+    expected = reference_step(entry, input_gradients=True)
+    ample = attempt(entry, 1.0, expected)
+    least = attempt(entry, "min", expected)
+    assert not ample.again
+    assert least.budget_bytes < 0.8 * ample.full_bytes
 
 
 def test_a_region_that_is_called_often_is_planned_inside() -> None:

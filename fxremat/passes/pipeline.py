@@ -41,6 +41,7 @@ from fxremat.passes.joint.effects import with_effects
 from fxremat.passes.joint.fixed_sizes import fix_sizes, placed_on
 from fxremat.passes.joint.layouts import as_kernels_leave
 from fxremat.passes.joint.nested import with_nested
+from fxremat.passes.joint.scans import with_scans_in_pieces
 from fxremat.passes.joint.user_kernels import with_launches
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.runs import Large
@@ -87,6 +88,12 @@ def has_parts(config: PassConfig) -> bool:
 def _take_objects(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Make one operation of each operator that runs graphs of its own, such as ``torch.cond``."""
     module = with_nested(graph.module)
+    return graph if module is graph.module else graph.changed(module)
+
+
+def _cut_scans(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Cut long scans into pieces, each of which can be recomputed by itself."""
+    module = with_scans_in_pieces(graph.module)
     return graph if module is graph.module else graph.changed(module)
 
 
@@ -237,6 +244,7 @@ _LINEARIZE = Pass(
 
 PASSES: list[Pass] = [
     Pass("nested", _take_objects, ensures=(objects_are_in_operations,)),
+    Pass("scans", _cut_scans, requires=(objects_are_in_operations,)),
     Pass("launches", _take_launches, ensures=(launches_are_operations,)),
     Pass("layouts", _lay_as_kernels, when=runs_eagerly),
     Pass(

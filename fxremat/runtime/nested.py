@@ -57,11 +57,16 @@ class Nested:
 
         Results in groups, such as the gradients of captured tensors, are in one sequence.
         """
+        args, kwargs = self.arguments(values)
+        return flat(self.function(*args, **kwargs))
+
+    def arguments(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments and keywords of the operator, given the arguments of a call."""
         leaves = list(self._template)
         for place, value in zip(self._places, values, strict=True):
             leaves[place] = value
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        return flat(self.function(*args, **kwargs))
+        return args, kwargs
 
     @functools.cached_property
     def stand_in(self) -> Nested:
