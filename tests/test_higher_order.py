@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fxremat
 from tests.higher_order import (
@@ -101,6 +102,30 @@ def test_models_with_higher_order_operators_can_be_estimated(function: Any) -> N
     x = torch.randn(ROWS, WIDTH)
     estimate = fxremat.estimate(Layers(function), x, loss=sum_of_squares)
     assert estimate.least_budget_bytes <= estimate.peak_bytes
+
+
+class FlexAttention(nn.Module):
+    """One head of attention over a causal mask that the module holds."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.read = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mask = create_block_mask(
+            lambda _b, _h, q, k: q >= k, None, None, length, length, device="cpu"
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return flex_attention(*self.read(x).chunk(3, -1), block_mask=self.mask)
+
+
+def test_flex_attention_is_estimated_for_a_gpu_without_its_matrix_of_scores() -> None:
+    batch, length = 4, 1024
+    model, x = FlexAttention(length), torch.randn(batch, 1, length, WIDTH)
+    estimate = fxremat.estimate(model, x, device="H100", loss=sum_of_squares)
+    step_bytes = estimate.peak_bytes - estimate.library_bytes - estimate.workspace_bytes
+    assert step_bytes < batch * length * length * 4
+    with pytest.raises(NotImplementedError, match="on CPU"):
+        fxremat.estimate(model, x, loss=sum_of_squares)
 
 
 def test_a_branch_that_the_sample_does_not_take_is_within_the_budget() -> None:

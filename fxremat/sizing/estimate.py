@@ -87,10 +87,11 @@ def graph_without_data(
     """
     progress(CAPTURE)
     inner = torch_compat.wrapped_by(model)
-    outputs = call_without_data(inner, sample)
-    caller, unused = _caller(inner, sample, asked, copies, outputs)
     device, options = torch.device(asked.device.kind), asked.options
-    captured = capture(inner, sample, unused, dynamic=dynamic, gpu=device.type == "cuda")
+    with torch_compat.attention_on_any_device(wanted=device.type == "cuda"):
+        outputs = call_without_data(inner, sample)
+        caller, unused = _caller(inner, sample, asked, copies, outputs)
+        captured = capture(inner, sample, unused, dynamic=dynamic, gpu=device.type == "cuda")
     state = _state_bytes(options.optimizers, inner, device, copies)
     gradients = [captured.inputs[i] for i in captured.gradients]
     caller = replace(caller, held_bytes=counted_state(state, inner, gradients))
@@ -169,9 +170,14 @@ def _caller(
 
 
 def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a fake tensor on ``device`` that has the storage and layout of a fake ``tensor``."""
+    """Return a fake tensor on ``device`` that has the storage and layout of ``tensor``.
+
+    A tensor with data, which the model uses from outside, is replaced by a fake one first.
+    """
     if tensor.device.type == device.type:
         return tensor
+    if not torch_compat.is_fake(tensor):
+        tensor = torch_compat.fake_mode().from_tensor(tensor)
     return torch_compat.fake_tensor(
         tensor,
         tensor.untyped_storage(),

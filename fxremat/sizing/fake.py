@@ -159,6 +159,7 @@ def capture(
             inference_compiler=compiler,
             partition=partition,
         )
+        module = torch_compat.inline_regions(module)
         if gpu:
             as_on_gpu(module)
         return aot(module, inputs)

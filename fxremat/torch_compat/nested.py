@@ -2,7 +2,7 @@
 
 Private names, checked with torch 2.13: ``torch._ops.HigherOrderOperator``, the operators ``cond``,
 ``while_loop``, ``invoke_subgraph`` and ``with_effects``, and the order of their arguments;
-``_WARNINGS_SHOWN`` of ``flex_attention``.
+``_WARNINGS_SHOWN`` and ``_validate_device`` of ``flex_attention``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -102,6 +103,29 @@ def without_attention_warning() -> Iterator[None]:
         yield
     finally:
         shown -= hidden
+
+
+@contextlib.contextmanager
+def attention_on_any_device(*, wanted: bool) -> Iterator[None]:
+    """Let FlexAttention be differentiated on a CPU inside, which torch refuses, for tracing.
+
+    Nothing changes unless this is ``wanted``.
+    """
+    module: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    if not wanted or module is None:
+        yield
+        return
+    with _tracing:
+        original = module._validate_device
+        module._validate_device = lambda *_tensors: None
+        try:
+            yield
+        finally:
+            module._validate_device = original
+
+
+_tracing = threading.RLock()
+"""Held by the thread in which torch does not check on which device FlexAttention runs."""
 
 
 def with_all_branches(target: Any) -> Callable[..., Any]:
