@@ -34,6 +34,7 @@ from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.data_sizes import gather_data_sizes
 from fxremat.passes.joint.fixed_sizes import fix_sizes, placed_on
 from fxremat.passes.joint.layouts import as_kernels_leave
 from fxremat.passes.joint.user_kernels import with_launches
@@ -82,6 +83,13 @@ def has_parts(config: PassConfig) -> bool:
 def _take_launches(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Make an operation, named after its kernel, of each launch of a user's Triton kernel."""
     module = with_launches(graph.module)
+    return graph if module is graph.module else graph.changed(module)
+
+
+def _gather_data_sizes(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Make one operation of those that compute with sizes which depend on data."""
+    count, bounds = graph.forward_output_count, config.target is not None
+    module = gather_data_sizes(graph.module, forward_output_count=count, bounds=bounds)
     return graph if module is graph.module else graph.changed(module)
 
 
@@ -205,6 +213,7 @@ _LINEARIZE = Pass(
 
 PASSES: list[Pass] = [
     Pass("launches", _take_launches, ensures=(launches_are_operations,)),
+    Pass("data sizes", _gather_data_sizes),
     Pass("layouts", _lay_as_kernels, when=runs_eagerly),
     Pass(
         "sizes",

@@ -81,7 +81,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
     """Return whether running ``node`` advances a random generator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return False
+        return getattr(target, "draws_random_numbers", False) is True
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     # Fused attention has the tag, but draws nothing without dropout.

@@ -14,6 +14,7 @@ from torch import fx
 
 from fxremat.errors import GraphError
 from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint.data_sizes import is_composite
 from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import StorageTable, add_call, is_getitem, is_tensor
 from fxremat.passes.joint.sizes import names_in
@@ -261,9 +262,9 @@ def node_key(node: fx.Node, block: Block) -> Key:
 
     Operations with equal keys share a measurement.
     """
-    return _call_key(
-        call_of(node, block.mode_of(node)), lambda n: repr(tensor_key(n.meta.get("val")))
-    )
+    call = call_of(node, block.mode_of(node))
+    key = _call_key(call, lambda n: repr(tensor_key(n.meta.get("val"))))
+    return (*key, node.name) if is_composite(node) else key  # the data may differ
 
 
 def block_key(block: Block, storages: StorageTable) -> Key:

@@ -1,0 +1,414 @@
+"""Gather operations on values whose sizes depend on data into composites with fixed sizes.
+
+``nonzero``, ``split`` into parts of computed lengths, or ``repeat_interleave`` return tensors whose
+sizes are known only when they run. The planner needs sizes beforehand. So the operations that
+compute with such tensors become one operation, up to the results whose sizes are fixed again, such
+as that of ``index_add``. What the backward needs of the tensors inside crosses in one bundle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxremat import torch_compat
+from fxremat.passes.joint.digest import target_name, written
+from fxremat.passes.joint.graph import backward_nodes, copy_origin, is_getitem, tensors_of
+from fxremat.runtime.composite import Composite, bundled, composite_of, value_of
+
+BUNDLE = "fxremat_bundle"
+"""Key of the metadata of nodes whose value is a bundle."""
+
+NUMBER_BYTES = 8
+
+
+def gather_data_sizes(
+    module: fx.GraphModule, *, forward_output_count: int, bounds: bool
+) -> fx.GraphModule:
+    """Return a joint graph in which sizes that depend on data occur only inside of composites.
+
+    Args:
+        module: the joint graph; it is not changed.
+        forward_output_count: how many of its outputs belong to the forward.
+        bounds: whether bundles are as large as they can be; otherwise they are as large as for
+            sizes of 1, and measurements tell more.
+
+    Ensures: bits stay the same; a forward composite computes nothing of the backward.
+
+    Returns ``module`` itself if no size depends on data, or if such a size leads out of the graph,
+    into it, or to an operation that waits for other processes.
+    """
+    data = {n for n in module.graph.nodes if torch_compat.depends_on_data(n.meta.get("val"))}
+    if not data:
+        return module
+    grouping = _Grouping(module.graph, data, forward_output_count)
+    if not grouping.is_possible():
+        return module
+    grouping.group()
+    graph = _Gathering(grouping, bounds).gathered()
+    graph.lint()
+    return torch_compat.graph_module(module, graph)
+
+
+def is_bundle(node: fx.Node) -> bool:
+    """Return whether the value of ``node`` is a bundle, whose tensors have sizes from data."""
+    return BUNDLE in node.meta
+
+
+def is_composite(node: fx.Node) -> bool:
+    """Return whether ``node`` runs a composite, whose memory depends on data."""
+    return any(isinstance(called, Composite) for called in (node.target, *node.args[2:3]))
+
+
+def _is_number(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int))
+
+
+class _Grouping:
+    """The groups of nodes that become one operation each.
+
+    Args:
+        graph: the joint graph.
+        data: nodes with a value whose size depends on data, and numbers that do.
+        forward_output_count: how many outputs belong to the forward.
+
+    Attributes:
+        graph, data: as given.
+        group_of: the group of each node that is in one: a list of nodes that grows.
+    """
+
+    def __init__(self, graph: fx.Graph, data: set[fx.Node], forward_output_count: int) -> None:
+        self.graph, self.data = graph, data
+        self.group_of: dict[fx.Node, list[fx.Node]] = {}
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        results: Any = graph.output_node().args[0]
+        tangents = [n for n in graph.nodes if torch_compat.is_tangent(n)]
+        self._backward = backward_nodes(graph, tangents, list(results)[:forward_output_count])
+
+    def is_possible(self) -> bool:
+        """Return whether all nodes that compute with such sizes can be in composites."""
+        members = [*self.data, *(user for node in self.data for user in node.users)]
+        return all(
+            node.op == "call_function"
+            and not torch_compat.is_collective(node)
+            and not torch_compat.is_wait(node)
+            and not isinstance(node.target, torch._ops.HigherOrderOperator)
+            for node in members
+        )
+
+    def is_repeated(self, node: fx.Node) -> bool:
+        """Return whether each group that reads ``node`` computes it by itself, at no cost.
+
+        It is a number computed from numbers, or a view.
+        """
+        if node not in self.data:
+            return False
+        if _is_number(node):
+            return all(map(_is_number, node.all_input_nodes))
+        if is_getitem(node):
+            return self.is_repeated(node.all_input_nodes[0])
+        keys = [torch_compat.storage_key(t) for t in tensors_of(node)]
+        read = (t for n in node.all_input_nodes for t in tensors_of(n))
+        return bool(keys) and {*keys} <= {*map(torch_compat.storage_key, read)}
+
+    def side(self, node: fx.Node) -> bool:
+        """Return whether ``node`` is of the backward."""
+        return node in self._backward
+
+    def members(self) -> list[list[fx.Node]]:
+        """Return the groups, each with its nodes in graph order."""
+        groups = {id(group): group for group in self.group_of.values()}
+        return [sorted(group, key=self._order.__getitem__) for group in groups.values()]
+
+    def group(self) -> None:
+        """Put nodes into groups, so that a value with such a size is read inside its group.
+
+        Exceptions are values of the forward that the backward reads, and numbers.
+        """
+        nodes = sorted(self.data, key=self._order.__getitem__)
+        for node in nodes:
+            if not (_is_number(node) and self.is_repeated(node)):
+                self._merge([node])
+        for node in nodes:
+            for user in node.users:
+                if user in self.data and _is_number(user) and self.is_repeated(user):
+                    continue
+                if not _is_number(node) and self.side(user) == self.side(node):
+                    self._merge([node, user])
+                elif user not in self.group_of:
+                    self._merge([user])
+        for node in nodes:
+            if _is_number(node) and not self.is_repeated(node):
+                self._absorb(node)
+        self._close()
+
+    def _absorb(self, number: fx.Node) -> None:
+        """Put a number that is read from a tensor into the only group of its side that reads it."""
+        if len(self.group_of[number]) > 1:
+            return
+        readers: dict[int, fx.Node] = {}
+        waiting = [number]
+        while waiting:
+            for user in waiting.pop().users:
+                if user not in self.group_of:
+                    waiting.append(user)
+                elif self.side(user) == self.side(number):
+                    readers.setdefault(id(self.group_of[user]), user)
+        if len(readers) == 1:
+            self._merge([number, *readers.values()])
+
+    def _merge(self, nodes: Iterable[fx.Node]) -> None:
+        """Merge the groups of ``nodes``, some of which may be in none yet."""
+        groups = {id(g): g for g in (self.group_of.get(n, [n]) for n in nodes)}
+        first, *others = groups.values()
+        for other in others:
+            first += other
+        self.group_of.update(dict.fromkeys(first, first))
+
+    def _close(self) -> None:
+        """Add nodes to groups until no path leads out of a group and back into it."""
+        changed = True
+        while changed:
+            changed = False
+            for group in {id(g): g for g in self.group_of.values()}.values():
+                if group is not self.group_of[group[0]]:
+                    continue  # merged meanwhile
+                between = self._reached(group, down=True) & self._reached(group, down=False)
+                between = {n for n in between if not _is_number(n) or n in self.group_of}
+                if between:
+                    ordered = sorted(between, key=self._order.__getitem__)
+                    self._merge([group[0], *ordered])
+                    changed = True
+
+    def _reached(self, group: list[fx.Node], *, down: bool) -> set[fx.Node]:
+        """Return the operations outside of ``group`` that depend on it, or that it depends on."""
+        reached: set[fx.Node] = set()
+        waiting = list(group)
+        own = set(group)
+        while waiting:
+            node = waiting.pop()
+            for other in node.users if down else node.all_input_nodes:
+                whole = self.group_of.get(other, [other])
+                if other.op == "call_function" and other not in own and other not in reached:
+                    reached.update(whole)
+                    waiting += whole
+        return reached
+
+
+@dataclass(eq=False)
+class _Made:
+    """A composite as it is built.
+
+    Attributes:
+        members: its nodes, in graph order.
+        inner: the graph of the operations inside.
+        reads: for each node outside that it reads, the placeholder inside; for each other composite
+            whose bundle it reads, too.
+        copied: nodes inside, by node of the joint graph.
+        saved: the nodes whose values others read from its bundle, with their places.
+        results: the nodes with fixed sizes that are read outside.
+        outer: by result, the node of the new graph; the composite's own node, and its bundle.
+    """
+
+    members: list[fx.Node]
+    inner: fx.Graph = field(default_factory=fx.Graph)
+    reads: dict[Any, fx.Node] = field(default_factory=dict)
+    copied: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    saved: dict[fx.Node, int] = field(default_factory=dict)
+    results: list[fx.Node] = field(default_factory=list)
+    outer: dict[object, fx.Node] = field(default_factory=dict)
+
+
+class _Gathering:
+    """Builds the graph of a grouping.
+
+    Args:
+        grouping: the groups.
+        bounds: whether bundles are as large as they can be.
+    """
+
+    def __init__(self, grouping: _Grouping, bounds: bool) -> None:
+        self._grouping, self._bounds = grouping, bounds
+        self._all = [_Made(members) for members in grouping.members()]
+        self._made = {node: made for made in self._all for node in made.members}
+        self._graph = fx.Graph()
+        self._copied: dict[fx.Node, fx.Node] = {}
+
+    def gathered(self) -> fx.Graph:
+        """Return the new graph."""
+        for made in self._all:
+            self._fill(made)
+        for made in self._all:
+            made.results = [n for n in made.members if self._is_result(n)]
+        for node in self._grouping.graph.nodes:
+            if node not in self._made or node in self._made[node].results:
+                self._emit(node)
+        return self._graph
+
+    def _is_result(self, node: fx.Node) -> bool:
+        """Return whether ``node``, in a composite, has a fixed size and is read outside of it."""
+        if node in self._grouping.data:
+            return False
+        made = self._made[node]
+        outside = (u for u in node.users if self._made.get(u) is not made)
+        used = any(u in self._made or u not in self._grouping.data for u in outside)
+        return used or any(node in other.reads for other in self._all if other is not made)
+
+    def _fill(self, made: _Made) -> None:
+        """Copy the members of ``made`` into its inner graph, with what they read."""
+        for node in made.members:
+            self._inside(node, made)
+
+    def _inside(self, node: fx.Node, made: _Made) -> fx.Node:
+        """Return the node of the inner graph that has the value of ``node``."""
+        if node in made.copied:
+            return made.copied[node]
+        own = self._made.get(node)
+        data = self._grouping.data
+        if own is made or (node in data and self._grouping.is_repeated(node)):
+            inputs = {n: self._inside(n, made) for n in node.all_input_nodes}
+            copy = made.inner.node_copy(node, inputs.__getitem__)
+        elif node in data:
+            assert own is not None
+            place = own.saved.setdefault(node, len(own.saved))
+            copy = made.inner.call_function(value_of, (self._placeholder(own, made), place))
+        else:
+            copy = self._placeholder(node, made)
+        made.copied[node] = copy
+        return copy
+
+    def _placeholder(self, read: Any, made: _Made) -> fx.Node:
+        """Return the placeholder inside of ``made`` for a node outside or for another's bundle."""
+        if read not in made.reads:
+            before = next(iter(made.inner.nodes), None)
+            after = [*made.reads.values()][-1:]
+            if after:
+                with made.inner.inserting_after(after[0]):
+                    made.reads[read] = made.inner.placeholder(f"in{len(made.reads)}")
+            elif before is not None:
+                with made.inner.inserting_before(before):
+                    made.reads[read] = made.inner.placeholder("in0")
+            else:
+                made.reads[read] = made.inner.placeholder("in0")
+        return made.reads[read]
+
+    def _emit(self, node: fx.Node) -> None:
+        """Add ``node``, or the composite that it is in, to the new graph after what it reads."""
+        waiting: list[Any] = [self._made.get(node, node)]
+        while waiting:
+            top = waiting[-1]
+            reads = list(top.reads) if isinstance(top, _Made) else top.all_input_nodes
+            units = [n if isinstance(n, _Made) else self._made.get(n, n) for n in reads]
+            missing = [unit for unit in units if not self._is_emitted(unit)]
+            if missing:
+                waiting += missing
+                continue
+            waiting.pop()
+            if self._is_emitted(top):
+                continue
+            if isinstance(top, _Made):
+                self._emit_composite(top)
+            elif top not in self._grouping.data:
+                self._copied[top] = self._graph.node_copy(top, self._value)
+
+    def _is_emitted(self, unit: Any) -> bool:
+        return bool(unit.outer) if isinstance(unit, _Made) else unit in self._copied
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """Return the node of the new graph that has the value of ``node``."""
+        return self._made[node].outer[node] if node in self._made else self._copied[node]
+
+    def _emit_composite(self, made: _Made) -> None:
+        target = self._composite(made)
+        arguments = [r.outer[BUNDLE] if isinstance(r, _Made) else self._value(r) for r in made.reads]
+        node = self._graph.create_node("call_function", target, tuple(arguments), name=target.label)
+        last = made.members[-1]
+        copy_origin(last, node)
+        tag = next((n.meta["recompute"] for n in made.members if "recompute" in n.meta), None)
+        if tag is not None:
+            node.meta["recompute"] = tag
+        values = [n.meta["val"] for n in made.results]
+        if made.saved:
+            values.append(self._fake_bundle(made))
+        made.outer[made] = node
+        for place, value in enumerate(values):
+            result = node
+            if len(values) > 1:
+                result = self._graph.call_function(operator.getitem, (node, place))
+                copy_origin(node, result)
+            is_last = place == len(made.results)
+            result.meta["val"] = value
+            if is_last:
+                result.meta[BUNDLE] = True
+            made.outer[BUNDLE if is_last else made.results[place]] = result
+        node.meta["val"] = values[0] if len(values) == 1 else tuple(values)
+
+    def _composite(self, made: _Made) -> Composite:
+        """Return what runs the operations of ``made``; equal ones are one object."""
+        outputs = [made.copied[n] for n in made.results]
+        if made.saved:
+            device = str(self._device(made))
+            saved = [made.copied[n] for n in made.saved]
+            outputs.append(made.inner.call_function(bundled, (device, *saved)))
+        made.inner.output(tuple(outputs))
+        _erase_unread(made.inner)
+        digest = _digest(made)
+        shared = composite_of(digest)
+        if shared is not None:
+            return shared
+        operations = [n for n in made.inner.nodes if isinstance(n.target, torch._ops.OpOverload)]
+        draws = any(map(torch_compat.draws_random_numbers, operations))
+        torch_compat.boxed_code(made.inner)
+        names = [str(n.target).split(".")[1] for n in operations] or ["numbers"]
+        return Composite(
+            names[0] if len(names) == 1 else f"{names[0]}_to_{names[-1]}",
+            digest,
+            fx.GraphModule(torch.nn.Module(), made.inner).forward,
+            has_bundle=bool(made.saved),
+            draws_random_numbers=draws,
+        )
+
+    def _device(self, made: _Made) -> torch.device:
+        tensors = (t for n in (*made.saved, *made.members) for t in tensors_of(n))
+        return next((t.device for t in tensors), torch.device("cpu"))
+
+    def _fake_bundle(self, made: _Made) -> torch.Tensor:
+        """Return a fake tensor of as many bytes as the bundle of ``made`` is assumed to take."""
+        storages: dict[int, Any] = {}
+        for node in made.saved:
+            for tensor in tensors_of(node):
+                storages[torch_compat.storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        nbytes = sum(
+            torch_compat.number_with(n, most=self._bounds) for n in storages.values()
+        )
+        like = next(n for n in made.members if next(tensors_of(n), None) is not None)
+        return torch_compat.fake_bytes_like(like, max(nbytes, 1), device=self._device(made))
+
+
+def _erase_unread(graph: fx.Graph) -> None:
+    """Erase nodes of ``graph`` that nothing reads, except placeholders, checks and draws."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and node.meta.get("val") is not None:
+            if not torch_compat.draws_random_numbers(node):
+                graph.erase_node(node)
+
+
+def _digest(made: _Made) -> str:
+    """Return a digest of the operations inside of ``made``, equal in every process."""
+    number = {node: i for i, node in enumerate(made.inner.nodes)}
+
+    def lines() -> Iterator[str]:
+        for node in made.inner.nodes:
+            target = target_name(node.target) if node.op == "call_function" else node.op
+            arguments = (node.args, dict(sorted(node.kwargs.items())))
+            yield f"{target} {written(arguments, lambda n: f'%{number[n]}')}"
+        for read in made.reads:
+            yield "bundle" if isinstance(read, _Made) else str([t.dtype for t in tensors_of(read)])
+
+    return hashlib.sha256("\n".join(lines()).encode()).hexdigest()

@@ -1,0 +1,79 @@
+"""Several operations of a step that run as one, because sizes between them depend on data."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from fxremat import torch_compat
+
+DIGITS = 12
+"""How many digits of its digest are in the name of a composite."""
+
+
+class Composite:
+    """Operations of a captured graph that run as one.
+
+    Sizes of values inside may depend on data; results have sizes that do not. What other composites
+    read of the values inside is in a bundle (:class:`fxremat.torch_compat.Bundle`), which is the
+    last result. Equal composites are one object while it exists, see :func:`composite_of`.
+
+    Args:
+        label: what it computes, for people.
+        digest: a digest of the operations inside, equal in all processes.
+        run: runs the operations; it takes its arguments in one list, which it empties, and returns
+            the results in order.
+        has_bundle: whether the last result is a bundle.
+        draws_random_numbers: whether an operation inside advances a random generator.
+
+    A call takes what the operations read from outside, and returns the results, or the only one.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        digest: str,
+        run: torch_compat.BoxedCallable,
+        *,
+        has_bundle: bool,
+        draws_random_numbers: bool,
+    ) -> None:
+        self.__name__ = self.__qualname__ = f"{label}_{digest[:DIGITS]}"
+        self.__module__ = "fxremat.composites"
+        self.label, self.digest = label, digest
+        self.has_bundle, self.draws_random_numbers = has_bundle, draws_random_numbers
+        self._run = run
+        with _lock:
+            _composites.setdefault(digest, self)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(self, *given: Any) -> Any:
+        """Run the operations, and return their results, or the only one."""
+        arguments = list(given)
+        del given
+        results = self._run(arguments)
+        return results[0] if len(results) == 1 else results
+
+
+_composites: weakref.WeakValueDictionary[str, Composite] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def composite_of(digest: str) -> Composite | None:
+    """Return the composite in this process that has this digest, or ``None``."""
+    return _composites.get(digest)
+
+
+def value_of(bundle: torch_compat.Bundle, place: int) -> Any:
+    """Return the value at ``place`` in a bundle."""
+    return bundle.values[place]
+
+
+def bundled(device: str, *values: Any) -> torch_compat.Bundle:
+    """Return a bundle of ``values`` that counts on ``device``."""
+    return torch_compat.bundle_of(values, torch.device(device))
