@@ -94,8 +94,9 @@ def compile_graph(
                 run: Callable[..., Any] = backend(module, example_inputs)
         except CaptureError as error:
             return _unplanned(training, error, module, example_inputs)
-    except BaseException:
-        training.regions.graph_raised()
+    except BaseException as error:
+        if not torch_compat.may_capture_again(error):
+            training.regions.graph_raised()
         raise
     finally:
         given.clear()
@@ -122,7 +123,7 @@ def _unplanned(
         training.fixed_sizes = True
         LOG.info("a graph runs unchanged: %s", error)
         return module
-    if not training.may_run_unplanned:
+    if not training.may_run_unplanned or torch_compat.may_capture_again(error):
         raise error
     training.regions.warnings.warn_not_planned(error)
     return torch_compat.as_it_is(module, example_inputs)

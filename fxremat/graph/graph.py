@@ -6,8 +6,10 @@ import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from fxremat import torch_compat
@@ -37,6 +39,7 @@ from fxremat.passes.contract import PassConfig
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.fuse.unit import Units
 from fxremat.passes.joint.constraints import constrain, describe, unconstrained
+from fxremat.passes.joint.data_sizes import is_composite
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.sizes import Values
@@ -183,6 +186,7 @@ class Graph:
         self.link: MeasuredLink | None = None
         self.sent: dict[Values, tuple[tuple[Candidate, ...], ...]] = {}
         self.modules = BlockModules()
+        self._integers: dict[int, NDArray[Any]] = {}
         self.started = self.bound = self._released = False
         self.estimated: set[Values] = set()
 
@@ -339,8 +343,14 @@ class Graph:
         return key_of(self.origin(), loss=(self.caller.loss_bytes, self.caller.loss_small_bytes))
 
     def release(self) -> None:
-        """Drop the tensors of the captured call, so that no batch is kept alive after its step."""
+        """Drop the tensors of the captured call, so that no batch is kept alive after its step.
+
+        If sizes depend on data, integers among them are kept in memory that no allocator counts:
+        lengths that are made up do not fit.
+        """
         self.caller = settled(self.caller, self.joint, self._real(self.joint))
+        if any(map(is_composite, self._module.graph.nodes)):
+            self._integers = {i: t.numpy(force=True).copy() for i, t in self.inputs.items() if _is_whole(t)}
         self.inputs, self.progress, self._released = {}, silent, True
 
     @property
@@ -354,7 +364,8 @@ class Graph:
 
     def _real(self, joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
         """Return the tensors of the primals that have a real value, by their nodes in ``joint``."""
-        return {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
+        kept = {i: torch.from_numpy(own).to(self.device) for i, own in self._integers.items()}
+        return {joint.primals[i]: tensor for i, tensor in (kept | self.inputs).items()}
 
     def line(self, form: Form, *, looks: Looks | None = None) -> Line:
         """Return the graph rewritten as a form says, and cut into stages.
@@ -583,3 +594,9 @@ class Graph:
         )
         self.store.put("costs", key, RecordedCosts, measured.costs)
         return measured
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is dense and has whole numbers, or truth values, as elements."""
+    numbers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
+    return numbers and type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided

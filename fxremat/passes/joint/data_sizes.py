@@ -70,6 +70,11 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int))
 
 
+def _is_check(node: fx.Node) -> bool:
+    """Return whether ``node`` only checks a number."""
+    return node.op == "call_function" and node.meta.get("val", 0) is None
+
+
 class _Grouping:
     """The groups of nodes that become one operation each.
 
@@ -137,7 +142,7 @@ class _Grouping:
                 self._merge([node])
         for node in nodes:
             for user in node.users:
-                if user in self.data and _is_number(user) and self.is_repeated(user):
+                if _is_check(user) or (_is_number(user) and self.is_repeated(user)):
                     continue
                 if not _is_number(node) and self.side(user) == self.side(node):
                     self._merge([node, user])
@@ -146,7 +151,23 @@ class _Grouping:
         for node in nodes:
             if _is_number(node) and not self.is_repeated(node):
                 self._absorb(node)
+        for node in self.graph.nodes:
+            sources = self._sources(node) if _is_check(node) else []
+            if sources:
+                self._merge([sources[-1], node])
         self._close()
+
+    def _sources(self, number: fx.Node) -> list[fx.Node]:
+        """Return the numbers of groups that ``number``, or a check, is computed from, in order."""
+        sources: set[fx.Node] = set()
+        waiting = [number]
+        while waiting:
+            for source in waiting.pop().all_input_nodes:
+                if source in self.group_of:
+                    sources.add(source)
+                elif source in self.data:
+                    waiting.append(source)
+        return sorted(sources, key=self._order.__getitem__)
 
     def _absorb(self, number: fx.Node) -> None:
         """Put a number that is read from a tensor into the only group of its side that reads it."""
@@ -157,7 +178,7 @@ class _Grouping:
         while waiting:
             for user in waiting.pop().users:
                 if user not in self.group_of:
-                    waiting.append(user)
+                    waiting += [user] * (user in self.data)
                 elif self.side(user) == self.side(number):
                     readers.setdefault(id(self.group_of[user]), user)
         if len(readers) == 1:
@@ -247,7 +268,8 @@ class _Gathering:
         for made in self._all:
             made.results = [n for n in made.members if self._is_result(n)]
         for node in self._grouping.graph.nodes:
-            if node not in self._made or node in self._made[node].results:
+            made = self._made.get(node)
+            if node not in self._grouping.data and (made is None or node in made.results):
                 self._emit(node)
         return self._graph
 
@@ -314,7 +336,7 @@ class _Gathering:
                 continue
             if isinstance(top, _Made):
                 self._emit_composite(top)
-            elif top not in self._grouping.data:
+            else:
                 self._copied[top] = self._graph.node_copy(top, self._value)
 
     def _is_emitted(self, unit: Any) -> bool:
@@ -387,7 +409,8 @@ class _Gathering:
         nbytes = sum(
             torch_compat.number_with(n, most=self._bounds) for n in storages.values()
         )
-        like = next(n for n in made.members if next(tensors_of(n), None) is not None)
+        near = (*made.members, *(n for m in made.members for n in m.all_input_nodes))
+        like = next(n for n in near if next(tensors_of(n), None) is not None)
         return torch_compat.fake_bytes_like(like, max(nbytes, 1), device=self._device(made))
 
 
