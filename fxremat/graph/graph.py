@@ -350,7 +350,10 @@ class Graph:
         """
         self.caller = settled(self.caller, self.joint, self._real(self.joint))
         if any(map(is_composite, self._module.graph.nodes)):
-            self._integers = {i: t.numpy(force=True).copy() for i, t in self.inputs.items() if _is_whole(t)}
+            with torch_compat.real_execution():
+                self._integers = {
+                    i: t.numpy(force=True).copy() for i, t in self.inputs.items() if _is_whole(t)
+                }
         self.inputs, self.progress, self._released = {}, silent, True
 
     @property
@@ -364,7 +367,8 @@ class Graph:
 
     def _real(self, joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
         """Return the tensors of the primals that have a real value, by their nodes in ``joint``."""
-        kept = {i: torch.from_numpy(own).to(self.device) for i, own in self._integers.items()}
+        with torch_compat.real_execution():
+            kept = {i: torch.from_numpy(own).to(self.device) for i, own in self._integers.items()}
         return {joint.primals[i]: tensor for i, tensor in (kept | self.inputs).items()}
 
     def line(self, form: Form, *, looks: Looks | None = None) -> Line:
