@@ -603,4 +603,8 @@ class Graph:
 def _is_whole(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` is dense and has whole numbers, or truth values, as elements."""
     numbers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
-    return numbers and type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return (
+        numbers
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fxremat import torch_compat
+from fxremat.runtime.rng import redraw
 
 DIGITS = 12
 """How many digits of its digest are in the name of a composite."""
@@ -29,6 +30,10 @@ class Composite:
         has_bundle: whether the last result is a bundle.
         draws_random_numbers: whether an operation inside advances a random generator.
 
+    Attributes:
+        label, digest, has_bundle, draws_random_numbers: as given.
+        again: repeats a call that drew random numbers.
+
     A call takes what the operations read from outside, and returns the results, or the only one.
     """
 
@@ -45,6 +50,7 @@ class Composite:
         self.__module__ = "fxremat.composites"
         self.label, self.digest = label, digest
         self.has_bundle, self.draws_random_numbers = has_bundle, draws_random_numbers
+        self.again = Redrawing(self)
         self._run = run
         with _lock:
             _composites.setdefault(digest, self)
@@ -58,6 +64,24 @@ class Composite:
         del given
         results = self._run(arguments)
         return results[0] if len(results) == 1 else results
+
+
+class Redrawing:
+    """Repeats calls of a composite with the random numbers that they drew; see :func:`redraw`."""
+
+    def __init__(self, composite: Composite) -> None:
+        self.__name__ = self.__qualname__ = f"{composite.__name__}_again"
+        self.__module__ = composite.__module__
+        self._composite = weakref.ref(composite)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(self, state: torch.Tensor, device: str, *given: Any) -> Any:
+        """Return the results of the composite, drawn again from ``state`` of a generator."""
+        composite = self._composite()
+        assert composite is not None  # the graph that has both keeps it
+        return redraw(state, device, composite, *given)
 
 
 _composites: weakref.WeakValueDictionary[str, Composite] = weakref.WeakValueDictionary()

@@ -46,7 +46,9 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     a bundle, also what it holds. The result is empty if torch does not expose the tensor's memory.
     """
     if type(tensor) is Bundle:
-        held = (part for x in tensor.values if isinstance(x, torch.Tensor) for part in dense_parts(x))
+        held = (
+            part for x in tensor.values if isinstance(x, torch.Tensor) for part in dense_parts(x)
+        )
         return (tensor, *held)
     accessors = _SPARSE.get(tensor.layout)
     if accessors is None:
@@ -102,7 +104,9 @@ def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> dict[i
     for tensor in tensors:
         local = tensor if type(tensor) in _PLAIN else local_part(tensor)
         if local.is_cpu if on_cpu else local.device == device:
-            if torch._C._has_storage(local) and type(local) is not Bundle:  # makes no dict, because this runs at each call
+            if (
+                torch._C._has_storage(local) and type(local) is not Bundle
+            ):  # makes no dict, because this runs at each call
                 storage: Any = local.untyped_storage()
                 nbytes[storage._cdata] = storage.nbytes()
             else:

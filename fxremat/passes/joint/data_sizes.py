@@ -348,7 +348,9 @@ class _Gathering:
 
     def _emit_composite(self, made: _Made) -> None:
         target = self._composite(made)
-        arguments = [r.outer[BUNDLE] if isinstance(r, _Made) else self._value(r) for r in made.reads]
+        arguments = [
+            r.outer[BUNDLE] if isinstance(r, _Made) else self._value(r) for r in made.reads
+        ]
         node = self._graph.create_node("call_function", target, tuple(arguments), name=target.label)
         last = made.members[-1]
         copy_origin(last, node)
@@ -406,9 +408,7 @@ class _Gathering:
         for node in made.saved:
             for tensor in tensors_of(node):
                 storages[torch_compat.storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        nbytes = sum(
-            torch_compat.number_with(n, most=self._bounds) for n in storages.values()
-        )
+        nbytes = sum(torch_compat.number_with(n, most=self._bounds) for n in storages.values())
         near = (*made.members, *(n for m in made.members for n in m.all_input_nodes))
         like = next(n for n in near if next(tensors_of(n), None) is not None)
         return torch_compat.fake_bytes_like(like, max(nbytes, 1), device=self._device(made))

@@ -19,6 +19,7 @@ from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import StorageTable, add_call, is_getitem, is_tensor
 from fxremat.passes.joint.sizes import names_in
 from fxremat.passes.stages.linearize import Line
+from fxremat.runtime.composite import Composite
 from fxremat.runtime.rng import redraw
 
 Key = tuple[object, ...]
@@ -174,9 +175,11 @@ def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
     """Return function, arguments and keywords of the call that runs ``node`` in ``mode``."""
     kwargs = dict(node.kwargs)
     if rng.is_draw(node):
+        state, device, op, *args = node.args
+        if mode is Mode.AGAIN and isinstance(op, Composite):
+            return op.again, (state, device, *args), kwargs
         if mode is Mode.AGAIN:
             return redraw, node.args, kwargs
-        _state, _device, op, *args = node.args
         return op, tuple(args), kwargs
     if mode is Mode.AGAIN and batchnorm.updates_statistics(node):
         return batchnorm.STATELESS, batchnorm.stateless_arguments(node), {}
