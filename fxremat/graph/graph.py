@@ -39,7 +39,7 @@ from fxremat.passes.contract import PassConfig
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.fuse.unit import Units
 from fxremat.passes.joint.constraints import constrain, describe, unconstrained
-from fxremat.passes.joint.data_sizes import is_composite
+from fxremat.passes.joint.data_sizes import is_bundle, is_composite
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.sizes import Values
@@ -68,6 +68,9 @@ from fxremat.runtime.expected import Expected
 
 MOST_RESIZED = 512
 """Variants at other sizes whose costs are kept; which was met first goes first."""
+
+DATA_SHARE = 0.125
+"""Share of the largest bundle that is set aside: how many rows data choose varies by step."""
 
 
 class Graph:
@@ -369,7 +372,7 @@ class Graph:
         """Return the tensors of the primals that have a real value, by their nodes in ``joint``."""
         with torch_compat.real_execution():
             kept = {i: torch.from_numpy(own).to(self.device) for i, own in self._integers.items()}
-        return {joint.primals[i]: tensor for i, tensor in (kept | self.inputs).items()}
+        return {joint.primals[i]: tensor for i, tensor in {**kept, **self.inputs}.items()}
 
     def line(self, form: Form, *, looks: Looks | None = None) -> Line:
         """Return the graph rewritten as a form says, and cut into stages.
@@ -559,11 +562,17 @@ class Graph:
         return replace(variant, measured=measured, base=base)
 
     def aside_bytes(self, values: Values) -> int:
-        """Return the bytes set aside for workspaces that were not measured, at sizes ``values``."""
+        """Return the bytes set aside for what is not measured, at sizes ``values``.
+
+        That is for workspaces, and for values whose sizes depend on data, and differ by step.
+        """
         return self._aside_bytes(self.traced(values).line.joint)
 
     def _aside_bytes(self, joint: JointGraph) -> int:
-        return aside_bytes(joint) if self._target is not None and self.costs is None else 0
+        unmeasured = self._target is not None and self.costs is None
+        bundles = joint.storages.of(filter(is_bundle, (*joint.forward, *joint.backward)))
+        largest_bytes = max((joint.storages.nbytes[i] for i in bundles), default=0)
+        return int(DATA_SHARE * largest_bytes) + (aside_bytes(joint) if unmeasured else 0)
 
     def _base_bytes(self, joint: JointGraph, values: Values | None = None) -> ContextBytes:
         """Return the bytes held at every call, at ``values`` or at the sizes of the capture."""

@@ -201,6 +201,10 @@ class Regions:
         """Raise ``"min"`` to ``nbytes``, which a call's plan takes; return whether it has grown."""
         return self._plans.grow_budget(loop.budget, nbytes)
 
+    def watch_next(self) -> None:
+        """Have the memory of the next step measured."""
+        self._watch.watches_left = max(self._watch.watches_left, 1)
+
     def give_up_plan(self) -> None:
         """Note that no plan fits the latest call, which follows one that holds least instead."""
         trace = self._thread.running

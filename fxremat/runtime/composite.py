@@ -95,9 +95,36 @@ def composite_of(digest: str) -> Composite | None:
 
 def value_of(bundle: torch_compat.Bundle, place: int) -> Any:
     """Return the value at ``place`` in a bundle."""
-    return bundle.values[place]
+    return bundle.contents[place]
 
 
 def bundled(device: str, *values: Any) -> torch_compat.Bundle:
     """Return a bundle of ``values`` that counts on ``device``."""
-    return torch_compat.bundle_of(values, torch.device(device))
+    made = torch_compat.bundle_of(values, torch.device(device))
+    BUNDLED.add(sum(torch_compat.storages_of(made).values()))
+    return made
+
+
+class BundledBytes:
+    """Counts the bytes of bundles that are made, which depend on data.
+
+    Attributes:
+        total_bytes: bytes of all bundles since the last :meth:`begin`.
+        largest_bytes: bytes of the largest of them.
+    """
+
+    def __init__(self) -> None:
+        self.total_bytes = self.largest_bytes = 0
+
+    def begin(self) -> None:
+        """Count from 0 again."""
+        self.total_bytes = self.largest_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count a bundle of ``nbytes``."""
+        self.total_bytes += nbytes
+        self.largest_bytes = max(self.largest_bytes, nbytes)
+
+
+BUNDLED = BundledBytes()
+"""The bundles of the step that runs."""

@@ -20,17 +20,17 @@ class Bundle(torch.Tensor):
     tensors that it holds count as its own.
 
     Attributes:
-        values: what it holds.
+        contents: what it holds.
     """
 
-    values: tuple[Any, ...]
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    contents: tuple[Any, ...]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 def bundle_of(values: tuple[Any, ...], device: torch.device) -> Bundle:
     """Return a bundle on ``device`` that holds ``values``."""
     made = torch.empty(0, dtype=torch.uint8, device=device).as_subclass(Bundle)
-    made.values = values
+    made.contents = values
     return made
 
 
@@ -46,9 +46,8 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     a bundle, also what it holds. The result is empty if torch does not expose the tensor's memory.
     """
     if type(tensor) is Bundle:
-        held = (
-            part for x in tensor.values if isinstance(x, torch.Tensor) for part in dense_parts(x)
-        )
+        tensors = (x for x in tensor.contents if isinstance(x, torch.Tensor))
+        held = (part for x in tensors for part in dense_parts(x))
         return (tensor, *held)
     accessors = _SPARSE.get(tensor.layout)
     if accessors is None:

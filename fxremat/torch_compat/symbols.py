@@ -52,9 +52,9 @@ def depends_on_data(value: object) -> bool:
 
 
 def number_with(number: int | torch.SymInt, *, most: bool) -> int:
-    """Return a size at the sizes of the capture, with symbols that depend on data at an assumed value.
+    """Return a size at the sizes of the capture, with assumed values of what depends on data.
 
-    With ``most`` that is the largest one that they can have, where torch knows it; otherwise 1.
+    With ``most`` these are the largest ones, where torch knows them; otherwise 1.
     """
     if isinstance(number, int):
         return number

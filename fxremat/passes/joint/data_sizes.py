@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.passes.joint.data_groups import Grouping, is_check
 from fxremat.passes.joint.digest import target_name, written
-from fxremat.passes.joint.graph import backward_nodes, copy_origin, is_getitem, tensors_of
+from fxremat.passes.joint.graph import copy_origin, tensors_of
 from fxremat.runtime.composite import Composite, bundled, composite_of, value_of
 
 BUNDLE = "fxremat_bundle"
@@ -47,7 +48,7 @@ def gather_data_sizes(
     data = {n for n in module.graph.nodes if torch_compat.depends_on_data(n.meta.get("val"))}
     if not data:
         return module
-    grouping = _Grouping(module.graph, data, forward_output_count)
+    grouping = Grouping(module.graph, data, forward_output_count)
     if not grouping.is_possible():
         return module
     grouping.group()
@@ -64,162 +65,6 @@ def is_bundle(node: fx.Node) -> bool:
 def is_composite(node: fx.Node) -> bool:
     """Return whether ``node`` runs a composite, whose memory depends on data."""
     return any(isinstance(called, Composite) for called in (node.target, *node.args[2:3]))
-
-
-def _is_number(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int))
-
-
-def _is_check(node: fx.Node) -> bool:
-    """Return whether ``node`` only checks a number."""
-    return node.op == "call_function" and node.meta.get("val", 0) is None
-
-
-class _Grouping:
-    """The groups of nodes that become one operation each.
-
-    Args:
-        graph: the joint graph.
-        data: nodes with a value whose size depends on data, and numbers that do.
-        forward_output_count: how many outputs belong to the forward.
-
-    Attributes:
-        graph, data: as given.
-        group_of: the group of each node that is in one: a list of nodes that grows.
-    """
-
-    def __init__(self, graph: fx.Graph, data: set[fx.Node], forward_output_count: int) -> None:
-        self.graph, self.data = graph, data
-        self.group_of: dict[fx.Node, list[fx.Node]] = {}
-        self._order = {node: i for i, node in enumerate(graph.nodes)}
-        results: Any = graph.output_node().args[0]
-        tangents = [n for n in graph.nodes if torch_compat.is_tangent(n)]
-        self._backward = backward_nodes(graph, tangents, list(results)[:forward_output_count])
-
-    def is_possible(self) -> bool:
-        """Return whether all nodes that compute with such sizes can be in composites."""
-        members = [*self.data, *(user for node in self.data for user in node.users)]
-        return all(
-            node.op == "call_function"
-            and not torch_compat.is_collective(node)
-            and not torch_compat.is_wait(node)
-            and not isinstance(node.target, torch._ops.HigherOrderOperator)
-            for node in members
-        )
-
-    def is_repeated(self, node: fx.Node) -> bool:
-        """Return whether each group that reads ``node`` computes it by itself, at no cost.
-
-        It is a number computed from numbers, or a view.
-        """
-        if node not in self.data:
-            return False
-        if _is_number(node):
-            return all(map(_is_number, node.all_input_nodes))
-        if is_getitem(node):
-            return self.is_repeated(node.all_input_nodes[0])
-        keys = [torch_compat.storage_key(t) for t in tensors_of(node)]
-        read = (t for n in node.all_input_nodes for t in tensors_of(n))
-        return bool(keys) and {*keys} <= {*map(torch_compat.storage_key, read)}
-
-    def side(self, node: fx.Node) -> bool:
-        """Return whether ``node`` is of the backward."""
-        return node in self._backward
-
-    def members(self) -> list[list[fx.Node]]:
-        """Return the groups, each with its nodes in graph order."""
-        groups = {id(group): group for group in self.group_of.values()}
-        return [sorted(group, key=self._order.__getitem__) for group in groups.values()]
-
-    def group(self) -> None:
-        """Put nodes into groups, so that a value with such a size is read inside its group.
-
-        Exceptions are values of the forward that the backward reads, and numbers.
-        """
-        nodes = sorted(self.data, key=self._order.__getitem__)
-        for node in nodes:
-            if not (_is_number(node) and self.is_repeated(node)):
-                self._merge([node])
-        for node in nodes:
-            for user in node.users:
-                if _is_check(user) or (_is_number(user) and self.is_repeated(user)):
-                    continue
-                if not _is_number(node) and self.side(user) == self.side(node):
-                    self._merge([node, user])
-                elif user not in self.group_of:
-                    self._merge([user])
-        for node in nodes:
-            if _is_number(node) and not self.is_repeated(node):
-                self._absorb(node)
-        for node in self.graph.nodes:
-            sources = self._sources(node) if _is_check(node) else []
-            if sources:
-                self._merge([sources[-1], node])
-        self._close()
-
-    def _sources(self, number: fx.Node) -> list[fx.Node]:
-        """Return the numbers of groups that ``number``, or a check, is computed from, in order."""
-        sources: set[fx.Node] = set()
-        waiting = [number]
-        while waiting:
-            for source in waiting.pop().all_input_nodes:
-                if source in self.group_of:
-                    sources.add(source)
-                elif source in self.data:
-                    waiting.append(source)
-        return sorted(sources, key=self._order.__getitem__)
-
-    def _absorb(self, number: fx.Node) -> None:
-        """Put a number that is read from a tensor into the only group of its side that reads it."""
-        if len(self.group_of[number]) > 1:
-            return
-        readers: dict[int, fx.Node] = {}
-        waiting = [number]
-        while waiting:
-            for user in waiting.pop().users:
-                if user not in self.group_of:
-                    waiting += [user] * (user in self.data)
-                elif self.side(user) == self.side(number):
-                    readers.setdefault(id(self.group_of[user]), user)
-        if len(readers) == 1:
-            self._merge([number, *readers.values()])
-
-    def _merge(self, nodes: Iterable[fx.Node]) -> None:
-        """Merge the groups of ``nodes``, some of which may be in none yet."""
-        groups = {id(g): g for g in (self.group_of.get(n, [n]) for n in nodes)}
-        first, *others = groups.values()
-        for other in others:
-            first += other
-        self.group_of.update(dict.fromkeys(first, first))
-
-    def _close(self) -> None:
-        """Add nodes to groups until no path leads out of a group and back into it."""
-        changed = True
-        while changed:
-            changed = False
-            for group in {id(g): g for g in self.group_of.values()}.values():
-                if group is not self.group_of[group[0]]:
-                    continue  # merged meanwhile
-                between = self._reached(group, down=True) & self._reached(group, down=False)
-                between = {n for n in between if not _is_number(n) or n in self.group_of}
-                if between:
-                    ordered = sorted(between, key=self._order.__getitem__)
-                    self._merge([group[0], *ordered])
-                    changed = True
-
-    def _reached(self, group: list[fx.Node], *, down: bool) -> set[fx.Node]:
-        """Return the operations outside of ``group`` that depend on it, or that it depends on."""
-        reached: set[fx.Node] = set()
-        waiting = list(group)
-        own = set(group)
-        while waiting:
-            node = waiting.pop()
-            for other in node.users if down else node.all_input_nodes:
-                whole = self.group_of.get(other, [other])
-                if other.op == "call_function" and other not in own and other not in reached:
-                    reached.update(whole)
-                    waiting += whole
-        return reached
 
 
 @dataclass(eq=False)
@@ -254,7 +99,7 @@ class _Gathering:
         bounds: whether bundles are as large as they can be.
     """
 
-    def __init__(self, grouping: _Grouping, bounds: bool) -> None:
+    def __init__(self, grouping: Grouping, bounds: bool) -> None:
         self._grouping, self._bounds = grouping, bounds
         self._all = [_Made(members) for members in grouping.members()]
         self._made = {node: made for made in self._all for node in made.members}
@@ -268,8 +113,8 @@ class _Gathering:
         for made in self._all:
             made.results = [n for n in made.members if self._is_result(n)]
         for node in self._grouping.graph.nodes:
-            made = self._made.get(node)
-            if node not in self._grouping.data and (made is None or node in made.results):
+            within = self._made.get(node)
+            if node not in self._grouping.data and (within is None or node in within.results):
                 self._emit(node)
         return self._graph
 
@@ -326,8 +171,13 @@ class _Gathering:
         while waiting:
             top = waiting[-1]
             reads = list(top.reads) if isinstance(top, _Made) else top.all_input_nodes
-            units = [n if isinstance(n, _Made) else self._made.get(n, n) for n in reads]
-            missing = [unit for unit in units if not self._is_emitted(unit)]
+            nodes = top.members if isinstance(top, _Made) else [top]
+            draws = [
+                self._grouping.draw_before[n] for n in nodes if n in self._grouping.draw_before
+            ]
+            before = (*reads, *draws)
+            units = [n if isinstance(n, _Made) else self._made.get(n, n) for n in before]
+            missing = [unit for unit in units if unit is not top and not self._is_emitted(unit)]
             if missing:
                 waiting += missing
                 continue
@@ -417,9 +267,9 @@ class _Gathering:
 def _erase_unread(graph: fx.Graph) -> None:
     """Erase nodes of ``graph`` that nothing reads, except placeholders, checks and draws."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and node.meta.get("val") is not None:
-            if not torch_compat.draws_random_numbers(node):
-                graph.erase_node(node)
+        unread = node.op == "call_function" and not node.users and not is_check(node)
+        if unread and not torch_compat.draws_random_numbers(node):
+            graph.erase_node(node)
 
 
 def _digest(made: _Made) -> str:

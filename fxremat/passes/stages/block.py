@@ -175,7 +175,8 @@ def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
     """Return function, arguments and keywords of the call that runs ``node`` in ``mode``."""
     kwargs = dict(node.kwargs)
     if rng.is_draw(node):
-        state, device, op, *args = node.args
+        given: Any = node.args
+        state, device, op, *args = given
         if mode is Mode.AGAIN and isinstance(op, Composite):
             return op.again, (state, device, *args), kwargs
         if mode is Mode.AGAIN:
