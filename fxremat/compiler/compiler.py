@@ -224,6 +224,7 @@ def _graph_of(
             peers=peers,
             model=training.model_name,
             from_data=several,
+            may_break=_may_break(training),
         )
         same = (own for own in training.graphs if own.is_same(graph))
         cached = next(same, None) if several and peers is None else None
@@ -235,6 +236,13 @@ def _graph_of(
     training.regions.captured = True
     training.latest = graph, compiled
     return graph
+
+
+def _may_break(training: Training) -> bool:
+    """Return whether Dynamo captures the model in several graphs if one is refused."""
+    if training.options.fullgraph or training.owner is not None:
+        return False
+    return not training.regions.several or torch_compat.may_capture_again(CaptureError())
 
 
 def _caller(training: Training, gradients: list[torch.Tensor]) -> Caller:

@@ -92,6 +92,7 @@ class Graph:
         fused: whether operations run as units that Inductor compiles.
         peers: processes that follow the same first plan.
         model: the class of the model, as plans name it.
+        may_break: whether the model may be captured in several graphs instead.
         from_data: whether sizes may follow from data, so that each may occur only once.
         roles: the roles of primals; ``None``: they follow from ``inputs`` and the caller's tensors.
 
@@ -138,6 +139,7 @@ class Graph:
         peers: Peers | None = None,
         model: str = "",
         from_data: bool = False,
+        may_break: bool = False,
         roles: Mapping[int, Kind] | None = None,
     ) -> None:
         self.measuring_bytes = 0
@@ -150,7 +152,7 @@ class Graph:
         self.options = options
         self._graph = run_passes(
             StepGraph.captured(module, forward_output_count=forward_output_count),
-            config=replace(self._pass_config(TRACED), left=layouts.left),
+            config=replace(self._pass_config(TRACED), left=layouts.left, may_break=may_break),
             before="build",
         )
         self._note_measuring(layouts.measuring_bytes)

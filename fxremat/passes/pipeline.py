@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fxremat import torch_compat
-from fxremat.errors import ArgumentError, CaptureError, GraphError, SizesError, refuse
+from fxremat.errors import (
+    ArgumentError,
+    CaptureError,
+    DataSizesError,
+    GraphError,
+    SizesError,
+    refuse,
+)
 from fxremat.ir import Form
 from fxremat.passes import check
 from fxremat.passes.conditions import (
@@ -88,8 +95,12 @@ def _take_launches(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 
 def _gather_data_sizes(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Make one operation of those that compute with sizes which depend on data."""
-    count, bounds = graph.forward_output_count, config.target is not None
-    module = gather_data_sizes(graph.module, forward_output_count=count, bounds=bounds)
+    module = gather_data_sizes(
+        graph.module,
+        forward_output_count=graph.forward_output_count,
+        bounds=config.target is not None,
+        may_break=config.may_break,
+    )
     return graph if module is graph.module else graph.changed(module)
 
 
@@ -213,14 +224,21 @@ _LINEARIZE = Pass(
 
 PASSES: list[Pass] = [
     Pass("launches", _take_launches, ensures=(launches_are_operations,)),
-    Pass("data sizes", _gather_data_sizes),
+    Pass(
+        "data sizes",
+        _gather_data_sizes,
+        raises={
+            DataSizesError: "much of the model depends on such sizes, and can be captured in "
+            "several graphs"
+        },
+    ),
     Pass("layouts", _lay_as_kernels, when=runs_eagerly),
     Pass(
         "sizes",
         _fix_sizes,
         ensures=(sizes_are_numbers,),
         raises={
-            CaptureError: "a size depends on data",
+            DataSizesError: "a size depends on data",
             SizesError: "a number that is not whole depends on a size in a way that cannot be "
             "followed, or a symbol is not the size of an input",
         },

@@ -19,19 +19,18 @@ class Composite:
     """Operations of a captured graph that run as one.
 
     Sizes of values inside may depend on data; results have sizes that do not. What other composites
-    read of the values inside is in a bundle (:class:`fxremat.torch_compat.Bundle`), which is the
-    last result. Equal composites are one object while it exists, see :func:`composite_of`.
+    read of the values inside is in bundles (:class:`fxremat.torch_compat.Bundle`), which are the
+    last results. Equal composites are one object while it exists, see :func:`composite_of`.
 
     Args:
         label: what it computes, for people.
         digest: a digest of the operations inside, equal in all processes.
         run: runs the operations; it takes its arguments in one list, which it empties, and returns
             the results in order.
-        has_bundle: whether the last result is a bundle.
         draws_random_numbers: whether an operation inside advances a random generator.
 
     Attributes:
-        label, digest, has_bundle, draws_random_numbers: as given.
+        label, digest, draws_random_numbers: as given.
         again: repeats a call that drew random numbers.
 
     A call takes what the operations read from outside, and returns the results, or the only one.
@@ -43,13 +42,12 @@ class Composite:
         digest: str,
         run: torch_compat.BoxedCallable,
         *,
-        has_bundle: bool,
         draws_random_numbers: bool,
     ) -> None:
         self.__name__ = self.__qualname__ = f"{label}_{digest[:DIGITS]}"
         self.__module__ = "fxremat.composites"
         self.label, self.digest = label, digest
-        self.has_bundle, self.draws_random_numbers = has_bundle, draws_random_numbers
+        self.draws_random_numbers = draws_random_numbers
         self.again = Redrawing(self)
         self._run = run
         with _lock:

@@ -24,11 +24,12 @@ from fxremat.torch_compat.modes import in_dispatch_mode
 from fxremat.torch_compat.symbols import hint_of
 
 
-def capture_settings(*, data_sizes: bool = False) -> contextlib.AbstractContextManager[Any]:
+def capture_settings(*, data_sizes: bool | None = None) -> contextlib.AbstractContextManager[Any]:
     """Return a context with the settings under which Dynamo captures, in its thread.
 
     With ``data_sizes`` it also captures operations whose results have sizes, or numbers, that
-    depend on data, and raises all errors.
+    depend on data, and raises all errors. If that is false, it breaks the graph at these; ``None``:
+    as the user has set.
 
     Torch 2.11 has one set of settings for all threads: contexts that overlap overwrite each
     other's.
@@ -40,16 +41,15 @@ def capture_settings(*, data_sizes: bool = False) -> contextlib.AbstractContextM
     from torch._dynamo import config  # noqa: PLC0415
 
     _filter_logs()
-    settings = _dynamo_settings() | (_DATA_SIZES if data_sizes else {})
+    settings = _dynamo_settings()
+    if data_sizes is not None:
+        settings |= dict.fromkeys(_DATA_SIZES, data_sizes)
+        settings["suppress_errors"] = not data_sizes
     patched: contextlib.AbstractContextManager[Any] = config.patch(**settings)
     return patched
 
 
-_DATA_SIZES = {
-    "capture_dynamic_output_shape_ops": True,
-    "capture_scalar_outputs": True,
-    "suppress_errors": False,
-}
+_DATA_SIZES = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
 
 
 @cache  # an interrupt while a logger is looked up leaves logging locked for all other threads
@@ -173,7 +173,7 @@ class _Capturing:
             except Exception as error:
                 _log.debug("captured again, with breaks at sizes that depend on data: %s", error)
             self._breaking.add(frame.f_code)
-        with capture_settings():
+        with capture_settings(data_sizes=False):
             return self._callback(frame, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

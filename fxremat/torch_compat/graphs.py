@@ -77,6 +77,11 @@ def is_clone(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.clone.default
 
 
+def is_higher_order(node: fx.Node) -> bool:
+    """Return whether ``node`` calls an operator that takes functions, such as ``cond``."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
 def draws_random_numbers(node: fx.Node) -> bool:
     """Return whether running ``node`` advances a random generator."""
     target = node.target

@@ -51,13 +51,13 @@ def names_run(monkeypatch: pytest.MonkeyPatch, config: PassConfig, **part: str) 
     return ran
 
 
-EAGER = ["launches", "layouts", "sizes", "build", "linearize"]
+EAGER = ["launches", "data sizes", "layouts", "sizes", "build", "linearize"]
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (PassConfig(), ["launches", "sizes", "build", "linearize"]),
+        (PassConfig(), ["launches", "data sizes", "sizes", "build", "linearize"]),
         (PassConfig(left=nothing_left), EAGER),
         (
             PassConfig(left=nothing_left, form=Form(parts_bytes=8)),
@@ -65,16 +65,16 @@ EAGER = ["launches", "layouts", "sizes", "build", "linearize"]
         ),
         (
             PassConfig(left=nothing_left, target=torch.device("cuda")),
-            ["launches", "sizes", "place", "build", "linearize"],
+            ["launches", "data sizes", "sizes", "place", "build", "linearize"],
         ),
         (
             PassConfig(left=nothing_left, target=torch.device("cpu")),
-            ["launches", "sizes", "build", "linearize"],
+            ["launches", "data sizes", "sizes", "build", "linearize"],
         ),
         (
             PassConfig(left=nothing_left, units=Units()),
             [
-                *("launches", "sizes", "channels last", "build"),
+                *("launches", "data sizes", "sizes", "channels last", "build"),
                 *("linearize", "write twice", "linearize", "fuse", "linearize"),
             ],
         ),
@@ -89,7 +89,7 @@ def test_a_pass_runs_where_the_configuration_asks_for_it(
 @pytest.mark.parametrize(
     ("part", "expected"),
     [
-        ({"before": "build"}, EAGER[:3]),
+        ({"before": "build"}, EAGER[:4]),
         ({"first": "build", "before": "linearize"}, ["build"]),
         ({"first": "linearize"}, ["linearize"]),
     ],

@@ -59,7 +59,7 @@ class Grouping:
             node.op == "call_function"
             and not torch_compat.is_collective(node)
             and not torch_compat.is_wait(node)
-            and not isinstance(node.target, torch._ops.HigherOrderOperator)
+            and not torch_compat.is_higher_order(node)
             for node in members
         )
 
@@ -82,6 +82,20 @@ class Grouping:
         """Return whether ``node`` is of the backward."""
         return node in self._backward
 
+    def depth(self) -> int:
+        """Return how many operations of one group, at most, each read a result of the one before.
+
+        Views and numbers do not count.
+        """
+        depths: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            group = self.group_of.get(node)
+            if group is not None:
+                before = (depths[n] for n in node.all_input_nodes if self.group_of.get(n) is group)
+                computes = not (is_number(node) or is_getitem(node) or self.is_repeated(node))
+                depths[node] = max(before, default=0) + computes
+        return max(depths.values(), default=0)
+
     def members(self) -> list[list[fx.Node]]:
         """Return the groups, each with its nodes in graph order."""
         groups = {id(group): group for group in self.group_of.values()}
@@ -90,7 +104,7 @@ class Grouping:
     def group(self) -> None:
         """Put nodes into groups, so that a value with such a size is read inside its group.
 
-        Exceptions are values of the forward that the backward reads, and numbers.
+        Exceptions are values of the forward that the backward reads, and numbers of the forward.
         """
         nodes = sorted(self.data, key=self._order.__getitem__)
         for node in nodes:
@@ -100,7 +114,8 @@ class Grouping:
             for user in node.users:
                 if is_check(user) or (is_number(user) and self.is_repeated(user)):
                     continue
-                if not is_number(node) and self.side(user) == self.side(node):
+                computes = self.side(node) or not is_number(node)  # numbers of the forward cross
+                if computes and self.side(user) == self.side(node):
                     self._merge([node, user])
                 elif user not in self.group_of:
                     self._merge([user])
@@ -137,7 +152,7 @@ class Grouping:
                     waiting += [user] * (user in self.data)
                 elif self.side(user) == self.side(number):
                     readers.setdefault(id(self.group_of[user]), user)
-        if len(readers) == 1:
+        if len(readers) == 1 or self.side(number):
             self._merge([number, *readers.values()])
 
     def _merge(self, nodes: Iterable[fx.Node]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.errors import DataSizesError
 from fxremat.passes.joint.data_groups import Grouping, is_check
 from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import copy_origin, tensors_of
@@ -26,11 +27,12 @@ from fxremat.runtime.composite import Composite, bundled, composite_of, value_of
 BUNDLE = "fxremat_bundle"
 """Key of the metadata of nodes whose value is a bundle."""
 
-NUMBER_BYTES = 8
+MOST_DEPTH = 16
+"""Operations after one another that a composite may have where the graph can be broken instead."""
 
 
 def gather_data_sizes(
-    module: fx.GraphModule, *, forward_output_count: int, bounds: bool
+    module: fx.GraphModule, *, forward_output_count: int, bounds: bool, may_break: bool
 ) -> fx.GraphModule:
     """Return a joint graph in which sizes that depend on data occur only inside of composites.
 
@@ -40,10 +42,16 @@ def gather_data_sizes(
         bounds: whether bundles are as large as they can be; otherwise they are as large as for
             sizes of 1, and measurements tell more.
 
+        may_break: whether the graph can be broken where such sizes are computed instead.
+
     Ensures: bits stay the same; a forward composite computes nothing of the backward.
 
     Returns ``module`` itself if no size depends on data, or if such a size leads out of the graph,
     into it, or to an operation that waits for other processes.
+
+    Raises:
+        DataSizesError: a composite would have much of the model inside, where nothing could be
+            recomputed by itself, and the graph can be broken.
     """
     data = {n for n in module.graph.nodes if torch_compat.depends_on_data(n.meta.get("val"))}
     if not data:
@@ -52,6 +60,12 @@ def gather_data_sizes(
     if not grouping.is_possible():
         return module
     grouping.group()
+    if may_break and grouping.depth() > MOST_DEPTH:
+        first = min(data, key=list(module.graph.nodes).index)
+        raise DataSizesError(
+            f"many operations depend on the sizes that {first.target} computes from data"
+            f"{torch_compat.described_lines(first)}"
+        )
     graph = _Gathering(grouping, bounds).gathered()
     graph.lint()
     return torch_compat.graph_module(module, graph)
@@ -74,19 +88,19 @@ class _Made:
     Attributes:
         members: its nodes, in graph order.
         inner: the graph of the operations inside.
-        reads: for each node outside that it reads, the placeholder inside; for each other composite
-            whose bundle it reads, too.
+        reads: for each node outside that it reads, the placeholder inside; for each bundle that it
+            reads, given as the composite that makes it and its number, too.
         copied: nodes inside, by node of the joint graph.
-        saved: the nodes whose values others read from its bundle, with their places.
+        saved: by bundle, the nodes whose values others read from it, with their places.
         results: the nodes with fixed sizes that are read outside.
-        outer: by result, the node of the new graph; the composite's own node, and its bundle.
+        outer: by result, or number of a bundle, the node of the new graph.
     """
 
     members: list[fx.Node]
     inner: fx.Graph = field(default_factory=fx.Graph)
     reads: dict[Any, fx.Node] = field(default_factory=dict)
     copied: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    saved: dict[fx.Node, int] = field(default_factory=dict)
+    saved: tuple[dict[fx.Node, int], dict[fx.Node, int]] = field(default_factory=lambda: ({}, {}))
     results: list[fx.Node] = field(default_factory=list)
     outer: dict[object, fx.Node] = field(default_factory=dict)
 
@@ -101,15 +115,14 @@ class _Gathering:
 
     def __init__(self, grouping: Grouping, bounds: bool) -> None:
         self._grouping, self._bounds = grouping, bounds
-        self._all = [_Made(members) for members in grouping.members()]
-        self._made = {node: made for made in self._all for node in made.members}
+        self._crossing: set[fx.Node] = set()
+        self._all, self._made = self._filled()
+        self._all, self._made = self._filled()  # now that it is known which values cross
         self._graph = fx.Graph()
         self._copied: dict[fx.Node, fx.Node] = {}
 
     def gathered(self) -> fx.Graph:
         """Return the new graph."""
-        for made in self._all:
-            self._fill(made)
         for made in self._all:
             made.results = [n for n in made.members if self._is_result(n)]
         for node in self._grouping.graph.nodes:
@@ -127,10 +140,14 @@ class _Gathering:
         used = any(u in self._made or u not in self._grouping.data for u in outside)
         return used or any(node in other.reads for other in self._all if other is not made)
 
-    def _fill(self, made: _Made) -> None:
-        """Copy the members of ``made`` into its inner graph, with what they read."""
-        for node in made.members:
-            self._inside(node, made)
+    def _filled(self) -> tuple[list[_Made], dict[fx.Node, _Made]]:
+        """Return the composites with all that they compute inside, and the one of each member."""
+        every = [_Made(members) for members in self._grouping.members()]
+        self._made = {node: made for made in every for node in made.members}
+        for made in every:
+            for node in made.members:
+                self._inside(node, made)
+        return every, self._made
 
     def _inside(self, node: fx.Node, made: _Made) -> fx.Node:
         """Return the node of the inner graph that has the value of ``node``."""
@@ -143,8 +160,12 @@ class _Gathering:
             copy = made.inner.node_copy(node, inputs.__getitem__)
         elif node in data:
             assert own is not None
-            place = own.saved.setdefault(node, len(own.saved))
-            copy = made.inner.call_function(value_of, (self._placeholder(own, made), place))
+            if self._grouping.side(own.members[0]) == self._grouping.side(made.members[0]):
+                self._crossing.add(node)
+            number = 0 if node in self._crossing else 1
+            place = own.saved[number].setdefault(node, len(own.saved[number]))
+            bundle = self._placeholder((own, number), made)
+            copy = made.inner.call_function(value_of, (bundle, place))
         else:
             copy = self._placeholder(node, made)
         made.copied[node] = copy
@@ -176,7 +197,7 @@ class _Gathering:
                 self._grouping.draw_before[n] for n in nodes if n in self._grouping.draw_before
             ]
             before = (*reads, *draws)
-            units = [n if isinstance(n, _Made) else self._made.get(n, n) for n in before]
+            units = [n[0] if isinstance(n, tuple) else self._made.get(n, n) for n in before]
             missing = [unit for unit in units if unit is not top and not self._is_emitted(unit)]
             if missing:
                 waiting += missing
@@ -199,7 +220,7 @@ class _Gathering:
     def _emit_composite(self, made: _Made) -> None:
         target = self._composite(made)
         arguments = [
-            r.outer[BUNDLE] if isinstance(r, _Made) else self._value(r) for r in made.reads
+            r[0].outer[r[1]] if isinstance(r, tuple) else self._value(r) for r in made.reads
         ]
         node = self._graph.create_node("call_function", target, tuple(arguments), name=target.label)
         last = made.members[-1]
@@ -207,29 +228,27 @@ class _Gathering:
         tag = next((n.meta["recompute"] for n in made.members if "recompute" in n.meta), None)
         if tag is not None:
             node.meta["recompute"] = tag
-        values = [n.meta["val"] for n in made.results]
-        if made.saved:
-            values.append(self._fake_bundle(made))
+        values: dict[Any, Any] = {n: n.meta["val"] for n in made.results}
+        values |= {i: self._fake_bundle(made, own) for i, own in enumerate(made.saved) if own}
         made.outer[made] = node
-        for place, value in enumerate(values):
+        for place, (key, value) in enumerate(values.items()):
             result = node
             if len(values) > 1:
                 result = self._graph.call_function(operator.getitem, (node, place))
                 copy_origin(node, result)
-            is_last = place == len(made.results)
             result.meta["val"] = value
-            if is_last:
+            if isinstance(key, int):
                 result.meta[BUNDLE] = True
-            made.outer[BUNDLE if is_last else made.results[place]] = result
-        node.meta["val"] = values[0] if len(values) == 1 else tuple(values)
+            made.outer[key] = result
+        if len(values) > 1:
+            node.meta["val"] = tuple(values.values())
 
     def _composite(self, made: _Made) -> Composite:
         """Return what runs the operations of ``made``; equal ones are one object."""
         outputs = [made.copied[n] for n in made.results]
-        if made.saved:
-            device = str(self._device(made))
-            saved = [made.copied[n] for n in made.saved]
-            outputs.append(made.inner.call_function(bundled, (device, *saved)))
+        for own in filter(None, made.saved):
+            saved = (made.copied[n] for n in own)
+            outputs.append(made.inner.call_function(bundled, (str(self._device(made)), *saved)))
         made.inner.output(tuple(outputs))
         _erase_unread(made.inner)
         digest = _digest(made)
@@ -244,18 +263,17 @@ class _Gathering:
             names[0] if len(names) == 1 else f"{names[0]}_to_{names[-1]}",
             digest,
             fx.GraphModule(torch.nn.Module(), made.inner).forward,
-            has_bundle=bool(made.saved),
             draws_random_numbers=draws,
         )
 
     def _device(self, made: _Made) -> torch.device:
-        tensors = (t for n in (*made.saved, *made.members) for t in tensors_of(n))
+        tensors = (t for n in made.members for t in tensors_of(n))
         return next((t.device for t in tensors), torch.device("cpu"))
 
-    def _fake_bundle(self, made: _Made) -> torch.Tensor:
-        """Return a fake tensor of as many bytes as the bundle of ``made`` is assumed to take."""
+    def _fake_bundle(self, made: _Made, saved: Iterable[fx.Node]) -> torch.Tensor:
+        """Return a fake tensor of as many bytes as a bundle of ``saved`` is assumed to take."""
         storages: dict[int, Any] = {}
-        for node in made.saved:
+        for node in saved:
             for tensor in tensors_of(node):
                 storages[torch_compat.storage_key(tensor)] = tensor.untyped_storage().nbytes()
         nbytes = sum(torch_compat.number_with(n, most=self._bounds) for n in storages.values())
@@ -282,6 +300,6 @@ def _digest(made: _Made) -> str:
             arguments = (node.args, dict(sorted(node.kwargs.items())))
             yield f"{target} {written(arguments, lambda n: f'%{number[n]}')}"
         for read in made.reads:
-            yield "bundle" if isinstance(read, _Made) else str([t.dtype for t in tensors_of(read)])
+            yield "bundle" if isinstance(read, tuple) else str([t.dtype for t in tensors_of(read)])
 
     return hashlib.sha256("\n".join(lines()).encode()).hexdigest()
