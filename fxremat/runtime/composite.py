@@ -27,10 +27,11 @@ class Composite:
         digest: a digest of the operations inside, equal in all processes.
         run: runs the operations; it takes its arguments in one list, which it empties, and returns
             the results in order.
-        draws_random_numbers: whether an operation inside advances a random generator.
+        draws: the operators inside that advance a random generator, in order.
 
     Attributes:
-        label, digest, draws_random_numbers: as given.
+        label, digest, draws: as given.
+        draws_random_numbers: whether there are any of these.
         again: repeats a call that drew random numbers.
 
     A call takes what the operations read from outside, and returns the results, or the only one.
@@ -42,12 +43,12 @@ class Composite:
         digest: str,
         run: torch_compat.BoxedCallable,
         *,
-        draws_random_numbers: bool,
+        draws: tuple[Any, ...] = (),
     ) -> None:
         self.__name__ = self.__qualname__ = f"{label}_{digest[:DIGITS]}"
         self.__module__ = "fxremat.composites"
         self.label, self.digest = label, digest
-        self.draws_random_numbers = draws_random_numbers
+        self.draws, self.draws_random_numbers = draws, bool(draws)
         self.again = Redrawing(self)
         self._run = run
         with _lock:

@@ -22,6 +22,14 @@ def is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int))
 
 
+def _is_index(node: fx.Node) -> bool:
+    """Return whether ``node`` returns numbers, or tensors of whole numbers or truth values."""
+    tensors = list(tensors_of(node)) if "val" in node.meta else []
+    return is_number(node) or (
+        bool(tensors) and not any(t.is_floating_point() or t.is_complex() for t in tensors)
+    )
+
+
 def is_check(node: fx.Node) -> bool:
     """Return whether ``node`` only checks a number."""
     return node.op == "call_function" and node.meta.get("val", 0) is None
@@ -104,7 +112,8 @@ class Grouping:
     def group(self) -> None:
         """Put nodes into groups, so that a value with such a size is read inside its group.
 
-        Exceptions are values of the forward that the backward reads, and numbers of the forward.
+        Exceptions are values of the forward that the backward reads, and indices and numbers of the
+        forward that several groups read.
         """
         nodes = sorted(self.data, key=self._order.__getitem__)
         for node in nodes:
@@ -114,14 +123,14 @@ class Grouping:
             for user in node.users:
                 if is_check(user) or (is_number(user) and self.is_repeated(user)):
                     continue
-                computes = self.side(node) or not is_number(node)  # numbers of the forward cross
-                if computes and self.side(user) == self.side(node):
+                joins = self.side(node) or not _is_index(node) or _is_index(user)
+                if joins and not is_number(node) and self.side(user) == self.side(node):
                     self._merge([node, user])
                 elif user not in self.group_of:
                     self._merge([user])
-        for node in nodes:
-            if is_number(node) and not self.is_repeated(node):
-                self._absorb(node)
+        for group in {id(group): group for group in self.group_of.values()}.values():
+            if all(node in self.data and _is_index(node) for node in group):
+                self._absorb(group)
         for node in self.graph.nodes:
             sources = self._sources(node) if is_check(node) else []
             if sources:
@@ -140,20 +149,21 @@ class Grouping:
                     waiting.append(source)
         return sorted(sources, key=self._order.__getitem__)
 
-    def _absorb(self, number: fx.Node) -> None:
-        """Put a number that is read from a tensor into the only group of its side that reads it."""
-        if len(self.group_of[number]) > 1:
-            return
+    def _absorb(self, indices: list[fx.Node]) -> None:
+        """Put a group of indices and numbers into the only group of its side that reads it.
+
+        In the backward it is put into all that do, which makes them one.
+        """
         readers: dict[int, fx.Node] = {}
-        waiting = [number]
+        waiting = list(indices)
         while waiting:
             for user in waiting.pop().users:
                 if user not in self.group_of:
                     waiting += [user] * (user in self.data)
-                elif self.side(user) == self.side(number):
+                elif self.side(user) == self.side(indices[0]) and user not in indices:
                     readers.setdefault(id(self.group_of[user]), user)
-        if len(readers) == 1 or self.side(number):
-            self._merge([number, *readers.values()])
+        if len(readers) == 1 or self.side(indices[0]):
+            self._merge([indices[0], *readers.values()])
 
     def _merge(self, nodes: Iterable[fx.Node]) -> None:
         """Merge the groups of ``nodes``, some of which may be in none yet."""

@@ -41,30 +41,33 @@ def gather_data_sizes(
         forward_output_count: how many of its outputs belong to the forward.
         bounds: whether bundles are as large as they can be; otherwise they are as large as for
             sizes of 1, and measurements tell more.
-
         may_break: whether the graph can be broken where such sizes are computed instead.
 
     Ensures: bits stay the same; a forward composite computes nothing of the backward.
 
-    Returns ``module`` itself if no size depends on data, or if such a size leads out of the graph,
-    into it, or to an operation that waits for other processes.
+    Returns ``module`` itself if no size depends on data.
 
     Raises:
-        DataSizesError: a composite would have much of the model inside, where nothing could be
-            recomputed by itself, and the graph can be broken.
+        DataSizesError: such a size leads out of the graph, into it, or to an operation that waits
+            for other processes; or a composite would have much of the model inside, where nothing
+            could be recomputed by itself, and the graph can be broken.
     """
     data = {n for n in module.graph.nodes if torch_compat.depends_on_data(n.meta.get("val"))}
     if not data:
         return module
     grouping = Grouping(module.graph, data, forward_output_count)
+    first = next(node for node in module.graph.nodes if node in data)
+    made = f"the sizes that {first.target} computes depend on data"
+    line = torch_compat.described_lines(first)
     if not grouping.is_possible():
-        return module
+        raise DataSizesError(
+            f"{made}, and lead out of the graph, or to an operation that waits for other "
+            f"processes{line}\nfxremat plans sizes that do not: return tensors of fixed sizes"
+        )
     grouping.group()
     if may_break and grouping.depth() > MOST_DEPTH:
-        first = min(data, key=list(module.graph.nodes).index)
         raise DataSizesError(
-            f"many operations depend on the sizes that {first.target} computes from data"
-            f"{torch_compat.described_lines(first)}"
+            f"{made}, and so do {grouping.depth()} operations after one another{line}"
         )
     graph = _Gathering(grouping, bounds).gathered()
     graph.lint()
@@ -256,14 +259,14 @@ class _Gathering:
         if shared is not None:
             return shared
         operations = [n for n in made.inner.nodes if isinstance(n.target, torch._ops.OpOverload)]
-        draws = any(map(torch_compat.draws_random_numbers, operations))
+        draws = tuple(n.target for n in operations if torch_compat.draws_random_numbers(n))
         torch_compat.boxed_code(made.inner)
         names = [str(n.target).split(".")[1] for n in operations] or ["numbers"]
         return Composite(
             names[0] if len(names) == 1 else f"{names[0]}_to_{names[-1]}",
             digest,
             fx.GraphModule(torch.nn.Module(), made.inner).forward,
-            draws_random_numbers=draws,
+            draws=draws,
         )
 
     def _device(self, made: _Made) -> torch.device:

@@ -12,6 +12,7 @@ from fxremat import torch_compat
 from fxremat.errors import GraphError
 from fxremat.passes.joint.graph import copy_origin, tensors_of
 from fxremat.runtime import rng
+from fxremat.runtime.composite import Composite
 
 
 def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
@@ -51,6 +52,12 @@ def is_draw(node: fx.Node) -> bool:
 def operation_of_draw(node: fx.Node) -> Any:
     """Return the random operator that ``node`` runs, with or without a recorded state."""
     return node.args[2] if is_draw(node) else node.target
+
+
+def operators_of_draw(node: fx.Node) -> tuple[Any, ...]:
+    """Return the random operators that ``node`` runs: several if it is a composite."""
+    operation = operation_of_draw(node)
+    return operation.draws if isinstance(operation, Composite) else (operation,)
 
 
 def draws(node: fx.Node) -> bool:
