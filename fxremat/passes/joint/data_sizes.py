@@ -121,6 +121,7 @@ class _Gathering:
         self._crossing: set[fx.Node] = set()
         self._all, self._made = self._filled()
         self._all, self._made = self._filled()  # now that it is known which values cross
+        self._read = {read for made in self._all for read in made.reads}
         self._graph = fx.Graph()
         self._copied: dict[fx.Node, fx.Node] = {}
 
@@ -138,10 +139,8 @@ class _Gathering:
         """Return whether ``node``, in a composite, has a fixed size and is read outside of it."""
         if node in self._grouping.data:
             return False
-        made = self._made[node]
-        outside = (u for u in node.users if self._made.get(u) is not made)
-        used = any(u in self._made or u not in self._grouping.data for u in outside)
-        return used or any(node in other.reads for other in self._all if other is not made)
+        users = (u for u in node.users if u not in self._made and u not in self._grouping.data)
+        return node in self._read or any(True for _ in users)
 
     def _filled(self) -> tuple[list[_Made], dict[fx.Node, _Made]]:
         """Return the composites with all that they compute inside, and the one of each member."""
