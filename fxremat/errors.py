@@ -107,6 +107,10 @@ class SizesError(CaptureError):
         self.found = found
 
 
+class DataSizesError(CaptureError):
+    """A graph cannot be planned because sizes depend on data that no single operation contains."""
+
+
 class SampleError(FxrematError):
     """The sample is not a call of the model.
 

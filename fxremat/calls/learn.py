@@ -17,6 +17,7 @@ from fxremat.planner.context.context_bytes import SCALARS, ContextBytes
 from fxremat.planner.context.step_context import NO_CORRECTION, Correction, StepContext
 from fxremat.planning.choose import fits
 from fxremat.progress import LOG
+from fxremat.report.plan import Plan
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.runtime.steps import SCALAR_BYTES, Step
 from fxremat.units import format_bytes
@@ -228,6 +229,36 @@ def learn_new_gradients(
     held = graph.held(replace(context, correction=NO_CORRECTION))
     with loop.planning:
         feedback.teach(context, Correction(left_bytes=held.tangent_bytes + nbytes))
+
+
+def learn_bundles(
+    loop: Loop, graph: Graph, context: StepContext, plan: Plan, more_bytes: int
+) -> None:
+    """Have later plans leave room for values whose sizes depend on data; warn if one had not.
+
+    Args:
+        loop: the training loop of the model.
+        graph: the graph of the step.
+        context: the context of its call.
+        plan: the plan that it followed.
+        more_bytes: bytes of such values beyond those of all steps before.
+    """
+    budget_bytes = loop.budget.nbytes
+    if budget_bytes is None or plan.counted_bytes + more_bytes <= budget_bytes:
+        return
+    more = Correction(more_bytes=context.correction.more_bytes + more_bytes)
+    with loop.planning:
+        before = graph.feedback.at(context.sizes, graph.tangent_bytes)
+        graph.feedback.corrections[context.sizes] = before | more
+        graph.feedback.changes += 1
+    over = excess_bytes(plan.counted_bytes + more_bytes, budget_bytes)
+    if over:
+        warn(
+            f"values whose sizes depend on data took {more_bytes} bytes "
+            f"({format_bytes(more_bytes)}) more than in all steps before, so this step may have "
+            f"taken {over} ({format_bytes(over)}) more than its budget of {budget_bytes}. The next "
+            "step's plan leaves room for that"
+        )
 
 
 def learn(

@@ -279,6 +279,8 @@ def _plan_of_region(
             if made_for is context and is_planned:
                 return context, latest
         compiled = calls.plans.pop(context, None)
+        if compiled is None and regions.keeps_all(loop):  # such a plan is the same at all sizes
+            compiled = next((own for own in calls.plans.values() if own.plain), None)
         if compiled is None:
             try:
                 compiled = later_plan(graph, context, budget, least=not is_planned)

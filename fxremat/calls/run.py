@@ -16,6 +16,7 @@ from fxremat.calls.learn import load_feedback, note_loss_gradient
 from fxremat.calls.plans import plan_at, refuse_changed_bits
 from fxremat.calls.watch import (
     begin_count,
+    check_bundles,
     check_count,
     check_tangents,
     compare_parts,
@@ -32,6 +33,7 @@ from fxremat.ranks.combine import AGREED, agreed_corrections
 from fxremat.regions.regions import Regions
 from fxremat.report.plan import Plan
 from fxremat.runtime import cuda_graph
+from fxremat.runtime.composite import BUNDLED
 from fxremat.runtime.gradients import Gradients, with_gradients
 from fxremat.runtime.steps import Step
 
@@ -109,6 +111,7 @@ def begin(
     if compiled.arena is not None:
         cuda_graph.refuse_host_memory(compiled.arena.nbytes)
     count = None
+    BUNDLED.begin()
     if several:
         regions.begin_forward()
     else:
@@ -217,6 +220,8 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
     made: list[Any] = gradients.finish()
     if step.count is not None:
         check_count(loop, step, step.count.peak_bytes())
+    if BUNDLED.total_bytes:
+        check_bundles(loop, regions, graph, step)
     loop.budget.trained = True
     if gradients.asked_for:
         in_flight.returned(made)

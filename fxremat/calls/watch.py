@@ -14,6 +14,7 @@ from fxremat.calls.learn import (
     PlannedBytes,
     checks_tangents,
     learn,
+    learn_bundles,
     learn_new_gradients,
     learn_what_is_held,
     note_tangents,
@@ -29,6 +30,7 @@ from fxremat.passes.parts.parts import Parts
 from fxremat.planner.context.step_context import StepContext
 from fxremat.ranks.combine import AGREED
 from fxremat.regions.regions import Regions
+from fxremat.runtime.composite import BUNDLED
 from fxremat.runtime.counted import Count
 from fxremat.runtime.gradients import with_gradients
 from fxremat.runtime.profile import WATCH_EVERY, MemoryProfile
@@ -117,6 +119,33 @@ def check_count(loop: Loop, step: Step, peak_bytes: int | None) -> None:
         return
     compiled.watches_left += 1
     warn_counted(peak_bytes, budget_bytes)
+
+
+def check_bundles(loop: Loop, regions: Regions, graph: Graph, step: Step) -> None:
+    """Check what a step took for values whose sizes depend on data against earlier steps.
+
+    If it took more, and its memory was not measured, later plans leave room for that, and the next
+    step is measured. If it may have exceeded the budget, a warning is given.
+
+    Args:
+        loop: the training loop of the model.
+        regions: the regions of the model.
+        graph: the graph of the step.
+        step: the step, after its backward.
+    """
+    taken, compiled = (BUNDLED.total_bytes, BUNDLED.largest_bytes), step.plan
+    if not taken[0] or step.context.waiting or step.number != loop.in_flight.latest:
+        return
+    most = compiled.bundled_bytes.get(step.context.sizes, taken)
+    compiled.bundled_bytes[step.context.sizes] = (max(most[0], taken[0]), max(most[1], taken[1]))
+    more_bytes = max(taken[0] - most[0], taken[1] - most[1])
+    if more_bytes <= 0 or loop.watcher.is_watching(step):
+        return
+    if regions.several:
+        regions.watch_next()
+    else:
+        compiled.watches_left = max(compiled.watches_left, 1)
+        learn_bundles(loop, graph, step.context, compiled.record, more_bytes)
 
 
 def watch_backward(loop: Loop, regions: Regions, graph: Graph, step: Step) -> None:

@@ -96,8 +96,9 @@ def compile_graph(
                 run: Callable[..., Any] = backend(module, example_inputs)
         except CaptureError as error:
             return _unplanned(training, error, module, example_inputs)
-    except BaseException:
-        training.regions.graph_raised()
+    except BaseException as error:
+        if not torch_compat.may_capture_again(error):
+            training.regions.graph_raised()
         raise
     finally:
         given.clear()
@@ -124,7 +125,7 @@ def _unplanned(
         training.fixed_sizes = True
         LOG.info("a graph runs unchanged: %s", error)
         return module
-    if not training.may_run_unplanned:
+    if not training.may_run_unplanned or torch_compat.may_capture_again(error):
         raise error
     training.regions.warnings.warn_not_planned(error)
     return torch_compat.as_it_is(module, example_inputs)
@@ -225,6 +226,7 @@ def _graph_of(
             peers=peers,
             model=training.model_name,
             from_data=several,
+            may_break=_may_break(training),
         )
         same = (own for own in training.graphs if own.is_same(graph))
         cached = next(same, None) if several and peers is None else None
@@ -236,6 +238,13 @@ def _graph_of(
     training.regions.captured = True
     training.latest = graph, compiled
     return graph
+
+
+def _may_break(training: Training) -> bool:
+    """Return whether Dynamo captures the model in several graphs if one is refused."""
+    if training.options.fullgraph or training.owner is not None:
+        return False
+    return not training.regions.several or torch_compat.may_capture_again(CaptureError())
 
 
 def _caller(training: Training, gradients: list[torch.Tensor]) -> Caller:

@@ -37,6 +37,7 @@ class CompiledPlan:
         context: the context that the plan was made for.
         watches_left: how many further steps that follow it have their memory measured.
         followed: the context of the latest call that followed it.
+        bundled_bytes: by sizes, the most bytes that bundles of a step took: all, and the largest.
         shortfall: why it takes more than the budget; ``None``: it does not.
         plain: nothing is computed twice, or together with a loss, and no host memory is used.
     """
@@ -51,6 +52,7 @@ class CompiledPlan:
     context: StepContext = field(default_factory=StepContext)
     watches_left: int = WATCHES
     followed: StepContext | None = None
+    bundled_bytes: dict[Values, tuple[int, int]] = field(default_factory=dict)
     shortfall: Shortfall | None = None
     plain: bool = field(init=False)
     _held: tuple[StepContext, int] | None = None

@@ -6,8 +6,10 @@ import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from fxremat import torch_compat
@@ -37,6 +39,7 @@ from fxremat.passes.contract import PassConfig
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.fuse.unit import Units
 from fxremat.passes.joint.constraints import constrain, describe, unconstrained
+from fxremat.passes.joint.data_sizes import is_bundle, is_composite
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
 from fxremat.passes.joint.sizes import Values
@@ -66,6 +69,9 @@ from fxremat.runtime.expected import Expected
 MOST_RESIZED = 512
 """Variants at other sizes whose costs are kept; which was met first goes first."""
 
+DATA_SHARE = 0.125
+"""Share of the largest bundle that is set aside: how many rows data choose varies by step."""
+
 
 class Graph:
     """One captured graph: what it computes, its sizes, its variants, plans and feedback.
@@ -86,6 +92,7 @@ class Graph:
         fused: whether operations run as units that Inductor compiles.
         peers: processes that follow the same first plan.
         model: the class of the model, as plans name it.
+        may_break: whether the model may be captured in several graphs instead.
         from_data: whether sizes may follow from data, so that each may occur only once.
         roles: the roles of primals; ``None``: they follow from ``inputs`` and the caller's tensors.
 
@@ -132,6 +139,7 @@ class Graph:
         peers: Peers | None = None,
         model: str = "",
         from_data: bool = False,
+        may_break: bool = False,
         roles: Mapping[int, Kind] | None = None,
     ) -> None:
         self.measuring_bytes = 0
@@ -145,7 +153,7 @@ class Graph:
         self.options = options
         self._graph = run_passes(
             StepGraph.captured(module, forward_output_count=forward_output_count),
-            config=replace(self._pass_config(TRACED), left=layouts.left),
+            config=replace(self._pass_config(TRACED), left=layouts.left, may_break=may_break),
             before="build",
         )
         self._note_measuring(layouts.measuring_bytes)
@@ -184,6 +192,7 @@ class Graph:
         self.link: MeasuredLink | None = None
         self.sent: dict[Values, tuple[tuple[Candidate, ...], ...]] = {}
         self.modules = BlockModules()
+        self._integers: dict[int, NDArray[Any]] = {}
         self.started = self.bound = self._released = False
         self.estimated: set[Values] = set()
 
@@ -340,8 +349,17 @@ class Graph:
         return key_of(self.origin(), loss=(self.caller.loss_bytes, self.caller.loss_small_bytes))
 
     def release(self) -> None:
-        """Drop the tensors of the captured call, so that no batch is kept alive after its step."""
+        """Drop the tensors of the captured call, so that no batch is kept alive after its step.
+
+        If sizes depend on data, integers among them are kept in memory that no allocator counts:
+        lengths that are made up do not fit.
+        """
         self.caller = settled(self.caller, self.joint, self._real(self.joint))
+        if any(map(is_composite, self._module.graph.nodes)):
+            with torch_compat.real_execution():
+                self._integers = {
+                    i: t.numpy(force=True).copy() for i, t in self.inputs.items() if _is_whole(t)
+                }
         self.inputs, self.progress, self._released = {}, silent, True
 
     @property
@@ -355,7 +373,9 @@ class Graph:
 
     def _real(self, joint: JointGraph) -> dict[fx.Node, torch.Tensor]:
         """Return the tensors of the primals that have a real value, by their nodes in ``joint``."""
-        return {joint.primals[i]: tensor for i, tensor in self.inputs.items()}
+        with torch_compat.real_execution():
+            kept = {i: torch.from_numpy(own).to(self.device) for i, own in self._integers.items()}
+        return {joint.primals[i]: tensor for i, tensor in {**kept, **self.inputs}.items()}
 
     def line(self, form: Form, *, looks: Looks | None = None) -> Line:
         """Return the graph rewritten as a form says, and cut into stages.
@@ -546,11 +566,17 @@ class Graph:
         return replace(variant, measured=measured, base=base)
 
     def aside_bytes(self, values: Values) -> int:
-        """Return the bytes set aside for workspaces that were not measured, at sizes ``values``."""
+        """Return the bytes set aside for what is not measured, at sizes ``values``.
+
+        That is for workspaces, and for values whose sizes depend on data, and differ by step.
+        """
         return self._aside_bytes(self.traced(values).line.joint)
 
     def _aside_bytes(self, joint: JointGraph) -> int:
-        return aside_bytes(joint) if self._target is not None and self.costs is None else 0
+        unmeasured = self._target is not None and self.costs is None
+        bundles = joint.storages.of(filter(is_bundle, (*joint.forward, *joint.backward)))
+        largest_bytes = max((joint.storages.nbytes[i] for i in bundles), default=0)
+        return int(DATA_SHARE * largest_bytes) + (aside_bytes(joint) if unmeasured else 0)
 
     def _base_bytes(self, joint: JointGraph, values: Values | None = None) -> ContextBytes:
         """Return the bytes held at every call, at ``values`` or at the sizes of the capture."""
@@ -585,3 +611,13 @@ class Graph:
         )
         self.store.put("costs", key, RecordedCosts, measured.costs)
         return measured
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is dense and has whole numbers, or truth values, as elements."""
+    numbers = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
+    return (
+        numbers
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+    )

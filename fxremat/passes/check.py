@@ -205,12 +205,15 @@ def draws_keep_their_order(
     They are compared with those of ``before``. Yields the nodes that violate this, each with the
     problem.
     """
-    draws, others = ([n for n in step.nodes if rng.draws(n)] for step in (graph, before))
-    for now, then in zip(draws, others, strict=False):
-        if rng.operation_of_draw(now) != rng.operation_of_draw(then):
+    draws, others = (
+        [(n, op) for n in step.nodes if rng.draws(n) for op in rng.operators_of_draw(n)]
+        for step in (graph, before)
+    )
+    for (now, operator), (then, other) in zip(draws, others, strict=False):
+        if operator != other:
             yield now, f"draws where {then.name} drew"
     if len(draws) != len(others):
-        last = draws[-1] if draws else graph.module.graph.output_node()
+        last = draws[-1][0] if draws else graph.module.graph.output_node()
         yield last, f"is the last of {len(draws)} random draws; there were {len(others)}"
 
 

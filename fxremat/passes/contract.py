@@ -34,6 +34,7 @@ class PassConfig:
         units: the table that new units are added to; ``None``: operations run as torch runs them.
         attention_units: the table for units of FlexAttention, which always runs as a unit.
         target: the device that the step is estimated for, where none is present: nothing is run.
+        may_break: whether a graph that cannot be planned well is captured in several graphs.
         left: returns how the kernel of an operation leaves its results; ``None``: as traced.
         can_replace: returns whether ``is_causal`` can replace a mask of attention; ``None``: no
             mask is replaced.
@@ -50,6 +51,7 @@ class PassConfig:
     units: Units | None = None
     attention_units: Units = field(default_factory=Units)
     target: torch.device | None = None
+    may_break: bool = False
     left: Left | None = None
     can_replace: CanReplace | None = None
     other_bits: OtherBits | None = None

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fxremat import torch_compat
-from fxremat.errors import ArgumentError, CaptureError, GraphError, SizesError, refuse
+from fxremat.errors import (
+    ArgumentError,
+    CaptureError,
+    DataSizesError,
+    GraphError,
+    SizesError,
+    refuse,
+)
 from fxremat.ir import Form
 from fxremat.passes import check
 from fxremat.passes.conditions import (
@@ -37,6 +44,7 @@ from fxremat.passes.fuse.attention import with_attention_kernels
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.data_sizes import gather_data_sizes
 from fxremat.passes.joint.effects import with_effects
 from fxremat.passes.joint.fixed_sizes import fix_sizes, placed_on
 from fxremat.passes.joint.layouts import as_kernels_leave
@@ -100,6 +108,17 @@ def _cut_scans(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 def _take_launches(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Make an operation, named after its kernel, of each launch of a user's Triton kernel."""
     module = with_launches(graph.module)
+    return graph if module is graph.module else graph.changed(module)
+
+
+def _gather_data_sizes(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Make one operation of those that compute with sizes which depend on data."""
+    module = gather_data_sizes(
+        graph.module,
+        forward_output_count=graph.forward_output_count,
+        bounds=config.target is not None,
+        may_break=config.may_break,
+    )
     return graph if module is graph.module else graph.changed(module)
 
 
@@ -246,13 +265,21 @@ PASSES: list[Pass] = [
     Pass("nested", _take_objects, ensures=(objects_are_in_operations,)),
     Pass("scans", _cut_scans, requires=(objects_are_in_operations,)),
     Pass("launches", _take_launches, ensures=(launches_are_operations,)),
+    Pass(
+        "data sizes",
+        _gather_data_sizes,
+        raises={
+            DataSizesError: "much of the model depends on such sizes, and can be captured in "
+            "several graphs"
+        },
+    ),
     Pass("layouts", _lay_as_kernels, when=runs_eagerly),
     Pass(
         "sizes",
         _fix_sizes,
         ensures=(sizes_are_numbers,),
         raises={
-            CaptureError: "a size depends on data",
+            DataSizesError: "a size depends on data",
             SizesError: "a number that is not whole depends on a size in a way that cannot be "
             "followed, or a symbol is not the size of an input",
         },

@@ -30,6 +30,19 @@ def margin_bytes(budget: TrainingBudget) -> float:
     return MARGIN * (budget.nbytes or 0)
 
 
+AMPLE = 1.2
+"""The budget over the peak of steps that keep everything, from which new calls keep everything."""
+
+
+def is_ample(budget: TrainingBudget, profiles: StepProfiles) -> bool:
+    """Return whether all steps that were planned so far could keep everything, with room to spare.
+
+    Then a step that is like none of them keeps everything, too.
+    """
+    full = [profile.full_bytes for profile in profiles if profile.choices]
+    return bool(full) and AMPLE * max(full) <= (budget.nbytes or 0)
+
+
 @dataclass(slots=True)
 class JointPlans:
     """Chooses plans for all calls of a step together, within one budget.

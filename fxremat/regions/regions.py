@@ -25,7 +25,7 @@ from fxremat.planner.context.step_context import StepContext
 from fxremat.ranks.combine import AGREED
 from fxremat.ranks.peers import Peers
 from fxremat.regions.call_trace import CallTrace, StepsByThread
-from fxremat.regions.joint_plans import JointPlans, planned_context
+from fxremat.regions.joint_plans import JointPlans, is_ample, planned_context
 from fxremat.regions.read_parameters import ReadParameters
 from fxremat.regions.step_profiles import RegionCall, StepProfile, StepProfiles
 from fxremat.regions.step_watch import StepWatch, watch_backward
@@ -144,7 +144,8 @@ class Regions:
     ) -> tuple[StepContext, bool]:
         """Begin a call of a region; return the context to plan it for, and whether it is planned.
 
-        A call that is not planned must follow the plan that holds least for its backward.
+        A call that is not planned must follow the plan that holds least for its backward. A call
+        like none before, within an ample budget, counts as planned.
 
         Args:
             loop: the training loop of the model.
@@ -177,10 +178,17 @@ class Regions:
         trace.calls.append(call)
         call.matches, call.parameters = tuple(matches), tuple(map(id, parameters))
         if not matches:
-            trace.is_unplanned = True
-            return self.unplanned_context(loop, graph, context), False
+            keeps_all = self.keeps_all(loop)
+            trace.is_unplanned |= not keeps_all
+            return self.unplanned_context(loop, graph, context), keeps_all
         held_bytes = context.waiting_bytes - trace.first_waiting_bytes
         return planned_context(loop, graph, context, matches, held_bytes), True
+
+    def keeps_all(self, loop: Loop) -> bool:
+        """Return whether the latest call keeps everything, as the budget is ample."""
+        return not (self._thread.in_backward or self.together) and is_ample(
+            loop.budget, self.profiles
+        )
 
     def will_choose(self, loop: Loop, graph: Graph, context: StepContext) -> bool:
         """Return whether a call begins a step whose plans are chosen again, for the bytes held."""
@@ -201,6 +209,10 @@ class Regions:
         """Raise ``"min"`` to ``nbytes``, which a call's plan takes; return whether it has grown."""
         return self._plans.grow_budget(loop.budget, nbytes)
 
+    def watch_next(self) -> None:
+        """Have the memory of the next step measured."""
+        self._watch.watches_left = max(self._watch.watches_left, 1)
+
     def give_up_plan(self) -> None:
         """Note that no plan fits the latest call, which follows one that holds least instead."""
         trace = self._thread.running
@@ -210,11 +222,18 @@ class Regions:
     def unplanned_context(self, loop: Loop, graph: Graph, context: StepContext) -> StepContext:
         """Return the context to plan a call for if its step has no profile.
 
-        Its best plan is one that holds least for the backward; see :meth:`UnplannedCalls.context`.
+        Its best plan is one that holds least for the backward, or, if the budget is ample, one that
+        keeps everything; see :meth:`UnplannedCalls.context`.
         """
         trace, aside_bytes = self._thread.trace, self._aside_bytes
         return self._unplanned.context(
-            loop, graph, context, trace, aside_bytes=aside_bytes, read=self._read
+            loop,
+            graph,
+            context,
+            trace,
+            aside_bytes=aside_bytes,
+            read=self._read,
+            keeps_all=self.keeps_all(loop),
         )
 
     def check_least(

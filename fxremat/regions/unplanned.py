@@ -50,6 +50,7 @@ class UnplannedCalls:
         *,
         aside_bytes: int,
         read: ReadParameters,
+        keeps_all: bool,
     ) -> StepContext:
         """Return a context for which the best plan is the one that holds least for its backward.
 
@@ -64,6 +65,7 @@ class UnplannedCalls:
             trace: its step so far; ``None``: the step has not begun.
             aside_bytes: bytes of the budget that are set aside.
             read: parameters that calls have read.
+            keeps_all: whether the best plan is to keep everything instead, within the budget.
         """
         budget_bytes, host_bytes = loop.budget.nbytes, loop.free_host_bytes()
         is_resolved = budget_bytes is not None or loop.budget.grows
@@ -74,6 +76,13 @@ class UnplannedCalls:
         base_bytes += -base_bytes % max(1, int(margin_bytes(loop.budget)))
         later_bytes = read.later_gradient_bytes(loop.call.resident(), trace.calls)
         held = Correction(more_bytes=base_bytes, left_bytes=later_bytes)
+        if keeps_all:
+            given_bytes = graph.held(region_context(context, NO_CORRECTION)).given_bytes
+            room = Correction(
+                more_bytes=held.more_bytes - given_bytes,
+                left_bytes=graph.tangent_bytes(context.sizes) + held.left_bytes,
+            )
+            return region_context(context, room, host_bytes)
         if budget_bytes is None:  # "min", before any plan was made
             budget_bytes = _least_bytes(loop, graph, context, held)
         key = budget_bytes, region_context(context, held, host_bytes)

@@ -8,6 +8,7 @@ import functools
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,8 +24,12 @@ from fxremat.torch_compat.modes import in_dispatch_mode
 from fxremat.torch_compat.symbols import hint_of
 
 
-def capture_settings() -> contextlib.AbstractContextManager[Any]:
+def capture_settings(*, data_sizes: bool | None = None) -> contextlib.AbstractContextManager[Any]:
     """Return a context with the settings under which Dynamo captures, in its thread.
+
+    With ``data_sizes`` it also captures operations whose results have sizes, or numbers, that
+    depend on data, and raises all errors. If that is false, it breaks the graph at these; ``None``:
+    as the user has set.
 
     Torch 2.11 has one set of settings for all threads: contexts that overlap overwrite each
     other's.
@@ -36,8 +41,15 @@ def capture_settings() -> contextlib.AbstractContextManager[Any]:
     from torch._dynamo import config  # noqa: PLC0415
 
     _filter_logs()
-    patched: contextlib.AbstractContextManager[Any] = config.patch(**_dynamo_settings())
+    settings = _dynamo_settings()
+    if data_sizes is not None:
+        settings |= dict.fromkeys(_DATA_SIZES, data_sizes)
+        settings["suppress_errors"] = not data_sizes
+    patched: contextlib.AbstractContextManager[Any] = config.patch(**settings)
     return patched
+
+
+_DATA_SIZES = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
 
 
 @cache  # an interrupt while a logger is looked up leaves logging locked for all other threads
@@ -130,23 +142,60 @@ def compile_function(
     optimize: Any = torch._dynamo.optimize
     context = optimize(backend, nopython=whole, dynamic=None if dynamic else False)
     if callable(getattr(context, "callback", None)):  # it is not if compiling is disabled
-        context.callback = _Capturing(context.callback)
+        context.callback = _Capturing(context.callback, whole=whole)
     return context(function)
 
 
 class _Capturing:
-    """Dynamo's callback for frames that it has not captured, with :func:`capture_settings`."""
+    """Dynamo's callback for frames that it has not captured, with :func:`capture_settings`.
 
-    def __init__(self, callback: Any) -> None:
-        self._callback = callback
+    A frame is captured with sizes and numbers that depend on data. If that fails, it is captured
+    without them: Dynamo breaks the graph where they are computed.
+
+    Args:
+        callback: the callback of Dynamo.
+        whole: whether code must be captured as one graph, so that a break is an error as well.
+    """
+
+    def __init__(self, callback: Any, *, whole: bool) -> None:
+        self._callback, self._whole = callback, whole
         self._torchdynamo_orig_backend = callback._torchdynamo_orig_backend  # read at each call
+        self._breaking = weakref.WeakSet[CodeType]()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with capture_settings():
-            return self._callback(*args, **kwargs)
+    def __call__(self, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._whole:
+            with capture_settings(data_sizes=True):
+                return self._callback(frame, *args, **kwargs)
+        if frame.f_code not in self._breaking:
+            try:
+                with _attempting(), capture_settings(data_sizes=True):
+                    return self._callback(frame, *args, **kwargs)
+            except Exception as error:
+                _log.debug("captured again, with breaks at sizes that depend on data: %s", error)
+            self._breaking.add(frame.f_code)
+        with capture_settings(data_sizes=False):
+            return self._callback(frame, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._callback, name)
+
+
+_log = logging.getLogger(__name__)
+_attempt = threading.local()
+
+
+@contextlib.contextmanager
+def _attempting() -> Iterator[None]:
+    before, _attempt.on = getattr(_attempt, "on", False), True
+    try:
+        yield
+    finally:
+        _attempt.on = before
+
+
+def may_capture_again(error: BaseException) -> bool:
+    """Return whether Dynamo captures code again, with breaks, where a backend raises ``error``."""
+    return isinstance(error, Exception) and getattr(_attempt, "on", False)
 
 
 def break_of(module: object) -> str | None:

@@ -69,15 +69,17 @@ def fake_tensor(
         return FakeTensor(getattr(like, "fake_mode", None), made, device or like.device)
 
 
-def fake_bytes_like(node: fx.Node, nbytes: int) -> torch.Tensor:
-    """Return a uint8 tensor on the CPU without data, in the fake mode that traced ``node``."""
+def fake_bytes_like(
+    node: fx.Node, nbytes: int, *, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Return a uint8 tensor on ``device`` without data, in the fake mode that traced ``node``."""
     from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415
 
     value = node.meta["val"]
     for item in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(item, FakeTensor):
             with item.fake_mode:
-                return torch.empty(nbytes, dtype=torch.uint8)
+                return torch.empty(nbytes, dtype=torch.uint8, device=device)
     return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 

@@ -94,6 +94,8 @@ def draws_random_numbers(node: fx.Node) -> bool:
     """Return whether running ``node`` advances a random generator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
+        if getattr(target, "draws_random_numbers", False) is True:  # several operations as one
+            return True
         graphs = [g for g in objects_of(node) if isinstance(g, fx.GraphModule)]
         graphs += getattr(target, "graphs", ())
         return any(draws_random_numbers(inner) for graph in graphs for inner in graph.graph.nodes)

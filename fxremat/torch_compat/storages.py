@@ -13,6 +13,27 @@ from fxremat.torch_compat.modes import real_execution
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+class Bundle(torch.Tensor):
+    """An empty tensor that holds other values: tensors and numbers whose sizes depend on data.
+
+    It takes the place of one tensor in a graph. Its own storage is empty, and the bytes of the
+    tensors that it holds count as its own.
+
+    Attributes:
+        contents: what it holds.
+    """
+
+    contents: tuple[Any, ...]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def bundle_of(values: tuple[Any, ...], device: torch.device) -> Bundle:
+    """Return a bundle on ``device`` that holds ``values``."""
+    made = torch.empty(0, dtype=torch.uint8, device=device).as_subclass(Bundle)
+    made.contents = values
+    return made
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Return the identity of a dense tensor's storage, which holds while the tensor is alive."""
     return int(tensor.untyped_storage()._cdata)
@@ -21,9 +42,13 @@ def storage_key(tensor: torch.Tensor) -> int:
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the dense tensors that hold the data of a tensor.
 
-    For a dense tensor that is the tensor itself; for a sparse one, its indices and its values. The
-    result is empty if torch does not expose the tensor's memory.
+    For a dense tensor that is the tensor itself; for a sparse one, its indices and its values; for
+    a bundle, also what it holds. The result is empty if torch does not expose the tensor's memory.
     """
+    if type(tensor) is Bundle:
+        tensors = (x for x in tensor.contents if isinstance(x, torch.Tensor))
+        held = (part for x in tensors for part in dense_parts(x))
+        return (tensor, *held)
     accessors = _SPARSE.get(tensor.layout)
     if accessors is None:
         return (tensor,) if torch._C._has_storage(tensor) else ()
@@ -78,7 +103,9 @@ def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> dict[i
     for tensor in tensors:
         local = tensor if type(tensor) in _PLAIN else local_part(tensor)
         if local.is_cpu if on_cpu else local.device == device:
-            if torch._C._has_storage(local):  # makes no dict, because this runs at each call
+            if (
+                torch._C._has_storage(local) and type(local) is not Bundle
+            ):  # makes no dict, because this runs at each call
                 storage: Any = local.untyped_storage()
                 nbytes[storage._cdata] = storage.nbytes()
             else:

@@ -36,6 +36,43 @@ def expression_of(number: torch.SymInt) -> tuple[Any, int | None]:
     return expression, int(hint)
 
 
+def depends_on_data(value: object) -> bool:
+    """Return whether a traced number, or a size of a traced tensor, is known at run time only.
+
+    A tensor's sizes include its strides, its offset and the bytes of its storage.
+    """
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # noqa: PLC0415
+
+        nested = isinstance(value, torch.SymInt) and is_nested_size(value)
+        return not nested and bool(free_unbacked_symbols(value))
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        if type(value.untyped_storage().nbytes()) is int and not has_symbols(value):
+            return False
+        numbers = (*value.shape, *value.stride(), value.storage_offset())
+        return any(map(depends_on_data, (*numbers, value.untyped_storage().nbytes())))
+    return isinstance(value, (tuple, list)) and any(map(depends_on_data, value))
+
+
+def number_with(number: int | torch.SymInt, *, most: bool) -> int:
+    """Return a size at the sizes of the capture, with assumed values of what depends on data.
+
+    With ``most`` these are the largest ones, where torch knows them; otherwise 1.
+    """
+    if isinstance(number, int):
+        return number
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # noqa: PLC0415
+
+    expression, unknown = number.node.expr, free_unbacked_symbols(number)
+
+    def value(symbol: Any) -> int:
+        if symbol not in unknown:
+            return symbol_hint(number, symbol) or 1
+        return (symbol_most(number, symbol) if most else None) or 1
+
+    return int(expression.xreplace({s: value(s) for s in expression.free_symbols}))
+
+
 def hint_of(size: int | torch.SymInt) -> int:
     """Return a size, or the value of a symbolic size at the capture; 0 if it depends on data."""
     if isinstance(size, int):

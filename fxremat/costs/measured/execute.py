@@ -376,7 +376,8 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 
 def _allocated_bytes(t: torch.Tensor) -> int:
-    return allocated_bytes(t.untyped_storage().nbytes(), t.device)
+    nbytes = torch_compat.storages_of(t).values()
+    return sum(allocated_bytes(n, t.device) for n in nbytes)
 
 
 def _lies_as_traced(node: fx.Node, value: object) -> bool:

@@ -15,6 +15,7 @@ from fxremat.passes.joint.constraints import constraint_of
 from fxremat.passes.joint.fixed_sizes import is_symbolic
 from fxremat.passes.joint.graph import (
     JointGraph,
+    backward_nodes,
     build_storage_table,
     is_tensor,
     replace_tensors,
@@ -268,7 +269,7 @@ def _classify(
     primals = tuple(n for n in placeholders if n not in tangents)
     outputs = tuple(_flat(graph.output_node().args[0]))
     forward_outputs = outputs[:forward_output_count]
-    backward = _backward_nodes(graph, tangents, forward_outputs)
+    backward = backward_nodes(graph, tangents, forward_outputs)
     operations = [n for n in graph.nodes if n.op == "call_function"]
     return JointGraph(
         module=module,
@@ -288,30 +289,6 @@ def _flat(value: object) -> list[object]:
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in _flat(item)]
     return [value]
-
-
-def _backward_nodes(
-    graph: fx.Graph, tangents: Sequence[fx.Node], forward_outputs: Sequence[object]
-) -> set[fx.Node]:
-    """Return the operations of the backward.
-
-    These depend on a tangent, or were traced while autograd differentiated. One of the latter that
-    an output of the forward depends on is of the forward instead.
-    """
-    for_outputs = {n for n in forward_outputs if isinstance(n, fx.Node)}
-    for node in reversed(graph.nodes):
-        if node in for_outputs:
-            for_outputs.update(node.all_input_nodes)
-    backward: set[fx.Node] = set()
-    dependent = set(tangents)
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        traced_late = torch_compat.is_backward_node(node) and node not in for_outputs
-        if traced_late or dependent.intersection(node.all_input_nodes):
-            dependent.add(node)
-            backward.add(node)
-    return backward
 
 
 def _lint(graph: fx.Graph) -> None:

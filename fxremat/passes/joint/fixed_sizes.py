@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.errors import CaptureError, SizesError
+from fxremat.errors import CaptureError, DataSizesError, SizesError
 from fxremat.passes.joint.graph import copy_of, replace_tensors
 from fxremat.passes.joint.sizes import (
     LAYOUTS,
@@ -47,7 +47,7 @@ def fix_sizes(module: fx.GraphModule) -> tuple[fx.GraphModule, Sizes]:
     Returns ``module`` itself where no size is a symbol.
 
     Raises:
-        CaptureError: a size depends on data.
+        DataSizesError: a size depends on data.
         SizesError: a value that is not an integer depends on a size in a way that cannot be
             followed, or a symbol is not the size of an input.
     """
@@ -217,10 +217,11 @@ class _Copier:
         expression, hint = torch_compat.expression_of(number)
         if hint is None:
             maker = _maker(number, node)
-            raise CaptureError(
+            raise DataSizesError(
                 f"the sizes {number} computed by {maker.target} depend on data"
                 f"{torch_compat.described_lines(maker)}\n"
-                "fxremat plans fixed shapes: replace the data-dependent operation"
+                "and lead out of the graph, or to an operation that waits for other processes. "
+                "fxremat plans sizes that do not depend on data: return tensors of fixed sizes"
             )
         if expression not in self.numbers:
             self.numbers[expression] = self._named(number, expression, hint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,6 +184,30 @@ def runs_once(node: fx.Node) -> bool:
     It has an ordered effect, or it launches a kernel that may give other bits the next time.
     """
     return not getattr(node.target, "repeatable", True)
+
+
+def backward_nodes(
+    graph: fx.Graph, tangents: Sequence[fx.Node], forward_outputs: Sequence[object]
+) -> set[fx.Node]:
+    """Return the operations of the backward.
+
+    These depend on a tangent, or were traced while autograd differentiated. One of the latter that
+    an output of the forward depends on is of the forward instead.
+    """
+    for_outputs = {n for n in forward_outputs if isinstance(n, fx.Node)}
+    for node in reversed(graph.nodes):
+        if node in for_outputs:
+            for_outputs.update(node.all_input_nodes)
+    backward: set[fx.Node] = set()
+    dependent = set(tangents)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        traced_late = torch_compat.is_backward_node(node) and node not in for_outputs
+        if traced_late or dependent.intersection(node.all_input_nodes):
+            dependent.add(node)
+            backward.add(node)
+    return backward
 
 
 def copy_origin(source: fx.Node, target: fx.Node) -> None:

@@ -13,6 +13,7 @@ from fxremat.errors import GraphError
 from fxremat.passes.joint.effects import is_effect
 from fxremat.passes.joint.graph import copy_origin, tensors_of
 from fxremat.runtime import rng
+from fxremat.runtime.composite import Composite
 from fxremat.runtime.nested import Nested
 
 
@@ -54,6 +55,12 @@ def operation_of_draw(node: fx.Node) -> Any:
     """Return the random operator that ``node`` runs, with or without a recorded state."""
     operation: Any = node.args[2] if is_draw(node) else node.target
     return operation.function if isinstance(operation, Nested) else operation
+
+
+def operators_of_draw(node: fx.Node) -> tuple[Any, ...]:
+    """Return the random operators that ``node`` runs: several if it is a composite."""
+    operation = operation_of_draw(node)
+    return operation.draws if isinstance(operation, Composite) else (operation,)
 
 
 def draws(node: fx.Node) -> bool:

@@ -14,10 +14,12 @@ from torch import fx
 
 from fxremat.errors import GraphError
 from fxremat.passes.joint import batchnorm, rng
+from fxremat.passes.joint.data_sizes import is_composite
 from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import StorageTable, add_call, is_getitem, is_tensor
 from fxremat.passes.joint.sizes import names_in
 from fxremat.passes.stages.linearize import Line
+from fxremat.runtime.composite import Composite
 from fxremat.runtime.rng import redraw
 
 Key = tuple[object, ...]
@@ -173,9 +175,12 @@ def call_of(node: fx.Node, mode: Mode) -> tuple[Any, Any, Any]:
     """Return function, arguments and keywords of the call that runs ``node`` in ``mode``."""
     kwargs = dict(node.kwargs)
     if rng.is_draw(node):
+        given: Any = node.args
+        state, device, op, *args = given
+        if mode is Mode.AGAIN and isinstance(op, Composite):
+            return op.again, (state, device, *args), kwargs
         if mode is Mode.AGAIN:
             return redraw, node.args, kwargs
-        _state, _device, op, *args = node.args
         return op, tuple(args), kwargs
     if mode is Mode.AGAIN and batchnorm.updates_statistics(node):
         return batchnorm.STATELESS, batchnorm.stateless_arguments(node), {}
@@ -261,9 +266,9 @@ def node_key(node: fx.Node, block: Block) -> Key:
 
     Operations with equal keys share a measurement.
     """
-    return _call_key(
-        call_of(node, block.mode_of(node)), lambda n: repr(tensor_key(n.meta.get("val")))
-    )
+    call = call_of(node, block.mode_of(node))
+    key = _call_key(call, lambda n: repr(tensor_key(n.meta.get("val"))))
+    return (*key, node.name) if is_composite(node) else key  # the data may differ
 
 
 def block_key(block: Block, storages: StorageTable) -> Key:

@@ -9,6 +9,7 @@ from functools import partial
 from fxremat.costs.measured.cost import Measured
 from fxremat.effort import USUAL, Effort
 from fxremat.ir import Chain, Costs
+from fxremat.passes.joint.data_sizes import is_bundle
 from fxremat.passes.joint.graph import tensors_of
 from fxremat.passes.stages.block import BlockCache
 from fxremat.planner.allocator.allocations import Allocated, Allocations
@@ -172,12 +173,12 @@ class Search:
     def immovable(self) -> frozenset[int]:
         """Ids of the storages that cannot be offloaded to host memory.
 
-        They are those that are held elsewhere, those on another device, and those that a copy would
-        lay out otherwise than they were traced.
+        They are those that are held elsewhere, those on another device, those of bundles, and those
+        that a copy would lay out otherwise than they were traced.
         """
         line = self.measured.line
         joint, table = line.joint, line.joint.storages
-        returned = (*joint.results, *joint.gradients)
+        returned = (*joint.results, *joint.gradients, *filter(is_bundle, joint.forward))
         fixed = table.of((*joint.given, *joint.tangents, *line.pinned)) - line.offloaded
         fixed |= table.of(returned)
         device = self.setting.context_bytes.device

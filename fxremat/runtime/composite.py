@@ -1,0 +1,129 @@
+"""Several operations of a step that run as one, because sizes between them depend on data."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from fxremat import torch_compat
+from fxremat.runtime.rng import redraw
+
+DIGITS = 12
+"""How many digits of its digest are in the name of a composite."""
+
+
+class Composite:
+    """Operations of a captured graph that run as one.
+
+    Sizes of values inside may depend on data; results have sizes that do not. What other composites
+    read of the values inside is in bundles (:class:`fxremat.torch_compat.Bundle`), which are the
+    last results. Equal composites are one object while it exists, see :func:`composite_of`.
+
+    Args:
+        label: what it computes, for people.
+        digest: a digest of the operations inside, equal in all processes.
+        run: runs the operations; it takes its arguments in one list, which it empties, and returns
+            the results in order.
+        draws: the operators inside that advance a random generator, in order.
+
+    Attributes:
+        label, digest, draws: as given.
+        draws_random_numbers: whether there are any of these.
+        again: repeats a call that drew random numbers.
+
+    A call takes what the operations read from outside, and returns the results, or the only one.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        digest: str,
+        run: torch_compat.BoxedCallable,
+        *,
+        draws: tuple[Any, ...] = (),
+    ) -> None:
+        self.__name__ = self.__qualname__ = f"{label}_{digest[:DIGITS]}"
+        self.__module__ = "fxremat.composites"
+        self.label, self.digest = label, digest
+        self.draws, self.draws_random_numbers = draws, bool(draws)
+        self.again = Redrawing(self)
+        self._run = run
+        with _lock:
+            _composites.setdefault(digest, self)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(self, *given: Any) -> Any:
+        """Run the operations, and return their results, or the only one."""
+        arguments = list(given)
+        del given
+        results = self._run(arguments)
+        return results[0] if len(results) == 1 else results
+
+
+class Redrawing:
+    """Repeats calls of a composite with the random numbers that they drew; see :func:`redraw`."""
+
+    def __init__(self, composite: Composite) -> None:
+        self.__name__ = self.__qualname__ = f"{composite.__name__}_again"
+        self.__module__ = composite.__module__
+        self._composite = weakref.ref(composite)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(self, state: torch.Tensor, device: str, *given: Any) -> Any:
+        """Return the results of the composite, drawn again from ``state`` of a generator."""
+        composite = self._composite()
+        assert composite is not None  # the graph that has both keeps it
+        return redraw(state, device, composite, *given)
+
+
+_composites: weakref.WeakValueDictionary[str, Composite] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def composite_of(digest: str) -> Composite | None:
+    """Return the composite in this process that has this digest, or ``None``."""
+    return _composites.get(digest)
+
+
+def value_of(bundle: torch_compat.Bundle, place: int) -> Any:
+    """Return the value at ``place`` in a bundle."""
+    return bundle.contents[place]
+
+
+def bundled(device: str, *values: Any) -> torch_compat.Bundle:
+    """Return a bundle of ``values`` that counts on ``device``."""
+    made = torch_compat.bundle_of(values, torch.device(device))
+    BUNDLED.add(sum(torch_compat.storages_of(made).values()))
+    return made
+
+
+class BundledBytes:
+    """Counts the bytes of bundles that are made, which depend on data.
+
+    Attributes:
+        total_bytes: bytes of all bundles since the last :meth:`begin`.
+        largest_bytes: bytes of the largest of them.
+    """
+
+    def __init__(self) -> None:
+        self.total_bytes = self.largest_bytes = 0
+
+    def begin(self) -> None:
+        """Count from 0 again."""
+        self.total_bytes = self.largest_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count a bundle of ``nbytes``."""
+        self.total_bytes += nbytes
+        self.largest_bytes = max(self.largest_bytes, nbytes)
+
+
+BUNDLED = BundledBytes()
+"""The bundles of the step that runs."""
