@@ -146,8 +146,9 @@ class Training:
         return time.perf_counter() - begin
 
     def peak_bytes(self, x: Tensor) -> int:
-        """Most bytes of a step."""
-        return fxremat.measure_step(self.model, lambda: self.step(x)).peak_bytes
+        """Most bytes of a step, to which gradients of the one before do not belong."""
+        self.model.zero_grad(set_to_none=True)
+        return fxremat.measure_step(self.model, lambda: self.seconds(x)).peak_bytes
 
 
 def batch(seed: int) -> Tensor:
