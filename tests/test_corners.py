@@ -170,6 +170,21 @@ def chosen(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, torch.sin, torch.cos, (layers[0](x),))
 
 
+class Seen(nn.Module):
+    """Returns a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.t().unsqueeze(0)
+
+
+def scattered(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return layers[0](x).relu().to_sparse()
+
+
 def rows(*lengths: int) -> Tensor:
     return torch.nested.nested_tensor([torch.randn(n, 16) for n in lengths], layout=torch.jagged)
 
@@ -188,6 +203,10 @@ UNUSUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: Applied(grouped, nn.Linear(16, 4), nn.Linear(16, 64)), lambda: torch.randn(64, 16),
     ),
     "cond": (lambda: Applied(chosen, nn.Linear(16, 16)), lambda: torch.randn(64, 16)),
+    "a view": (Seen, lambda: torch.randn(64, 16)),
+    "a sparse output": (
+        lambda: Applied(scattered, nn.Linear(16, 16)), lambda: torch.randn(64, 16),
+    ),
     "lazy": (lazy, lambda: torch.randn(8, 16)),
     "lazy root": (lambda: nn.LazyLinear(4), lambda: torch.randn(8, 16)),
 }  # fmt: skip

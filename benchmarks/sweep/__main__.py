@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS, show
 from benchmarks.rows import Row, Rows
-from benchmarks.sweep.cases import Case, cases
+from benchmarks.sweep.cases import FORMS, Case, cases
 from benchmarks.sweep.train import OUTCOMES, SKIPPED
 from benchmarks.sweep.worker import Worker
 
@@ -67,9 +67,9 @@ class Sweep:
         return self.rows.rows
 
 
-def key_of(row: Row) -> tuple[str, str, str]:
+def key_of(row: Row) -> tuple[str, ...]:
     """The case that a row is of."""
-    return row["kind"], row["name"], row["dtype"]
+    return row["kind"], row["name"], row["dtype"], row.get("form", "embedded")
 
 
 def line_of(row: Row) -> list[str]:
@@ -112,6 +112,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--ops", nargs="+", default=["*"], metavar="NAME", help="or patterns")
+    parser.add_argument("--form", choices=[*FORMS], default="embedded")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--limit", type=float, default=600, help="seconds of one model")
     parser.add_argument("--resume", action="store_true", help="keep rows, but of what died")
@@ -125,7 +126,7 @@ def main() -> None:
     os.environ |= {"FXREMAT_CACHE": "0", "FXREMAT_PROGRESS": "0"}
     selected = [
         case
-        for case in cases(options.kinds, options.dtypes)
+        for case in cases(options.kinds, options.dtypes, options.form)
         if matches(case.name, options.ops) and not matches(case.name, [UNINITIALIZED])
     ]
     rows = Rows(options.save, {}, folder=options.folder)
