@@ -92,12 +92,34 @@ def table(rows: Sequence[Row]) -> None:
     outcomes = ("same", "bits", "split", *OUTCOMES[2:], *SKIPPED)
     counts: dict[tuple[str, str], Counter[str]] = {}
     for row in rows:
-        counts.setdefault((row["kind"], row["dtype"]), Counter())[kind_of(row)] += 1
-    lines = []
+        counts.setdefault((row["kind"], row["dtype"]), Counter()).update(kinds_of(row))
+    lines, planned = [], []
     for (kind, dtype), count in counts.items():
-        tried = sum(count.values()) - sum(count[name] for name in SKIPPED)
-        lines.append([f"{kind} {dtype}", str(tried), *(str(count[name]) for name in outcomes)])
+        tried = sum(count[name] for name in ("same", "bits", "split", *OUTCOMES[2:]))
+        name = f"{kind} {dtype}"
+        lines.append([name, str(tried), *(str(count[each]) for each in outcomes)])
+        planned.append([name, *(str(count[each]) for each in (*PLANNED, *BUDGETS))])
     show("torch's operators and modules at the least budget", ["", "tried", *outcomes], lines)
+    if any("planned" in row for row in rows):
+        show("how those that train were planned", ["", *PLANNED, *BUDGETS], planned)
+
+
+PLANNED = ("whole", "regions", "unplanned")
+
+BUDGETS = ("within", "above, warned", "above")
+"""Of those whose budget is known: whether the last step kept to it."""
+
+
+def kinds_of(row: Row) -> list[str]:
+    """The columns in which a row counts."""
+    found = [kind_of(row)]
+    if "planned" in row:
+        found.append(row["planned"])
+    if "budget_bytes" in row:
+        warned = any(each.startswith("BudgetWarning") for each in row.get("warnings", ()))
+        above = "above, warned" if warned else "above"
+        found.append("within" if row["peak_bytes"] <= row["budget_bytes"] else above)
+    return found
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

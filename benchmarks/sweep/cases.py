@@ -48,11 +48,16 @@ class Case:
 
 
 def databases() -> tuple[list[Any], list[Any]]:
-    """Torch's operators and modules."""
-    from torch.testing._internal.common_methods_invocations import op_db
+    """Torch's operators and modules.
+
+    Operators that draw random numbers do not seed the generator in each call, which Dynamo does
+    not capture.
+    """
+    from torch.testing._internal import common_methods_invocations as database
     from torch.testing._internal.common_modules import module_db
 
-    return op_db, module_db
+    database.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+    return database.op_db, module_db
 
 
 def cases(kinds: list[str], dtypes: list[str], form: str = "embedded") -> list[Case]:
@@ -127,10 +132,7 @@ class Plain(nn.Module):
         """``tree`` with slots in place of tensors, which are made parameters or arguments."""
         if isinstance(tree, Tensor):
             if id(tree) not in self.slots:
-                trained = tree.requires_grad
-                self.slots[id(tree)] = Slot(len(self.weights if trained else self.given), trained)
-                copied = self._copied(tree)
-                self.weights.append(nn.Parameter(copied)) if trained else self.given.append(copied)
+                self.slots[id(tree)] = self._slot_of(tree)
             return self.slots[id(tree)]
         if type(tree) in (list, tuple):
             return type(tree)([self._emptied(each) for each in tree])
@@ -138,14 +140,18 @@ class Plain(nn.Module):
             return {key: self._emptied(each) for key, each in tree.items()}
         return tree
 
+    def _slot_of(self, tensor: Tensor) -> Slot:
+        trained, copied = tensor.requires_grad, self._copied(tensor)
+        self.weights.append(nn.Parameter(copied)) if trained else self.given.append(copied)
+        return Slot(len(self.weights if trained else self.given) - 1, trained)
+
     @staticmethod
     def _copied(tensor: Tensor) -> Tensor:
         """A copy with the same strides, also where elements share their memory."""
         if tensor.layout is not torch.strided:
             return tensor.detach().clone()
-        stored = tensor.detach().as_strided(
-            (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0
-        )
+        size = tensor.untyped_storage().nbytes() // tensor.itemsize
+        stored = tensor.detach().as_strided((size,), (1,), 0)
         return stored.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
@@ -200,7 +206,36 @@ class Embedded(Plain):
         return tensor.detach().clone()
 
 
-FORMS: dict[str, type[Plain]] = {"embedded": Embedded, "plain": Plain}
+class Scaled(Plain):
+    """A call on arguments that require gradients, times one parameter; it returns its sum."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        after: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(call, args, kwargs, after)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, *given: Tensor) -> Tensor:
+        """Return the sum of all results that have a gradient."""
+        scaled = [x * self.scale.to(x.dtype) if x.requires_grad else x for x in given]
+        found = self.call(*filled(self.args, (), scaled), **filled(self.kwargs, (), scaled))
+        return super().loss_of(found)
+
+    def loss_of(self, outputs: Any) -> Tensor:
+        """Return the sum that the model has computed."""
+        loss: Tensor = outputs
+        return loss
+
+    def _slot_of(self, tensor: Tensor) -> Slot:
+        self.given.append(self._copied(tensor).requires_grad_(tensor.requires_grad))
+        return Slot(len(self.given) - 1, trained=False)
+
+
+FORMS: dict[str, type[Plain]] = {"embedded": Embedded, "plain": Plain, "scaled": Scaled}
 
 
 def is_trained(value: Tensor) -> bool:

@@ -178,11 +178,12 @@ def _step(model: Plain, call: Callable[..., Any], seed: int) -> Left:
     left: Left = {"loss": aside(loss)}
     results = tensors_of(outputs)[1 if model.has_loss else 0 :]
     left |= {f"result {n}": aside(y) for n, y in enumerate(results)}
-    left |= {
-        f"grad {n}": None if p.grad is None else aside(p.grad) for n, p in model.named_parameters()
-    }
+    given = {f"argument {n}": x for n, x in enumerate(model.given) if x.requires_grad}
+    for name, leaf in (*model.named_parameters(), *given.items()):
+        left[f"grad {name}"] = None if leaf.grad is None else aside(leaf.grad)
     left |= {f"buffer {n}": aside(b) for n, b in model.named_buffers()}
-    model.zero_grad(set_to_none=True)
+    for leaf in (*model.parameters(), *model.given):
+        leaf.grad = None
     return left
 
 
