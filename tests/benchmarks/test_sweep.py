@@ -14,7 +14,8 @@ import torch
 
 pytest.importorskip("expecttest", reason="torch's databases of operators need it")
 
-from benchmarks.sweep.cases import Case, Embedded, cases, models
+from benchmarks.sweep.__main__ import kinds_of
+from benchmarks.sweep.cases import Case, Embedded, Plain, Scaled, cases, models
 from benchmarks.sweep.train import OUTCOMES, aside, difference, row_of
 from benchmarks.sweep.worker import Worker
 
@@ -41,6 +42,38 @@ def test_a_model_keeps_the_numbers_of_a_sample():
     assert torch.equal(results[0], torch.tanh(x * given) * model.scales[0])
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_call_by_itself_keeps_strides_and_returns_its_results():
+    x, y = torch.randn(3, 1, requires_grad=True), torch.randn(8)
+    model = Plain(lambda x, y: (x.exp(), [y, None]), (x, y[::2].expand(3, 4)), {})
+    first, (second, nothing) = model(*model.given)
+    assert model.given[0].stride() == (0, 2)
+    assert torch.equal(first, x.exp())
+    assert torch.equal(second, y[::2].expand(3, 4))
+    assert nothing is None
+    model.loss_of((first, second)).backward()
+    assert torch.equal(next(model.parameters()).grad, x.exp())
+
+
+def test_arguments_get_gradients_where_they_are_scaled():
+    x = torch.randn(3, requires_grad=True)
+    model = Scaled(torch.mul, (x, torch.ones(3)), {})
+    model(*model.given).backward()
+    assert model.given[0].grad is not None
+    assert model.given[1].grad is None
+    assert model.scale.grad is not None
+
+
+def test_a_row_says_how_its_model_was_planned():
+    x = torch.randn(8, 4, requires_grad=True)
+    row = row_of(lambda: Plain(torch.tanh, (x,), {}))
+    assert (row["outcome"], row["planned"]) == ("same", "whole")
+    assert kinds_of(row) == ["same", "whole", "within"]
+    row = row_of(lambda: Plain(torch.t, (x,), {}))
+    assert (row["outcome"], row["planned"]) == ("same", "unplanned")
+    assert "GraphBreakWarning" in row["warnings"][0]
+    assert kinds_of({"outcome": "bits", "peak_bytes": 9, "budget_bytes": 8}) == ["bits", "above"]
 
 
 def test_a_model_is_made_alike_each_time():
