@@ -228,7 +228,9 @@ def _results(step: Step, graph: Graph, gradients: list[Any]) -> list[Any]:
     if step.passed:
         gradients = [step.passed.get(i, own) for i, own in enumerate(gradients)]
     asked_for = graph.calls.returned
-    return gradients if len(asked_for) == len(gradients) else [gradients[i] for i in asked_for]
+    if not asked_for:
+        return gradients
+    return [None if i is None else gradients[i] for i in asked_for]
 
 
 def abandon(values: list[Any], error: BaseException) -> None:

@@ -45,6 +45,7 @@ def compile_graph(
         FxrematError: see :func:`fxremat.compile`.
     """
     cuda_graph.refuse_planning()
+    module = torch_compat.inline_regions(module)
     broken = _noted_break(training, module)
     if not training.regions.several:
         training.loop.watcher.end()
@@ -70,7 +71,8 @@ def compile_graph(
         place = next(i for i, each in enumerate(own.graphs) if each is graph)
         if broken is not None:
             own.regions.warnings.note_break(broken)
-        graph.calls.returned = places
+        whole = tuple(range(graph.signature.primal_count))
+        graph.calls.returned = () if places == whole else places
         return torch_compat.stub_graphs(joint, forward_output_count=num_fwd_outputs, places=places)
 
     def compile_forward(_stub: object, _inputs: object) -> Callable[..., Any]:

@@ -35,7 +35,8 @@ class Calls:
         numbers: numbers of calls, from 1; no two threads get the same.
         on_cuda: whether the graph runs on a CUDA device.
         counts: whether the device's allocator counts bytes.
-        returned: indices of the gradients that the backward's caller asks for.
+        returned: indices of the gradients that the backward's caller asks for, with ``None`` for a
+            token that orders effects. It is empty if the caller asks for all, in order.
         buffers: by sizes, the most bytes by which storages of inputs exceeded the planned ones.
         latest: of the latest call, the values that identify its context, the context, and its plan.
         region_context: of the latest call of a region, the measured fields of its context, and the
@@ -53,7 +54,7 @@ class Calls:
     numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     on_cuda: bool = False
     counts: bool = True
-    returned: tuple[int, ...] = ()
+    returned: tuple[int | None, ...] = ()
     buffers: dict[Values, int] = field(default_factory=dict)
     latest: tuple[Any, StepContext, CompiledPlan] | None = None
     region_context: tuple[tuple[Any, ...], StepContext] | None = None

@@ -65,18 +65,19 @@ class Signature:
         )
 
 
-def results_of(joint: fx.GraphModule, output_count: int) -> tuple[int, ...]:
+def results_of(joint: fx.GraphModule, output_count: int) -> tuple[int | None, ...]:
     """Change the backward of ``joint`` to have a result for each primal.
 
-    Returns the indices of its previous results among the new ones.
+    Returns the indices of its previous results among the new ones, with ``None`` for a token that
+    orders effects.
 
     Raises:
-        CaptureError: an operation has ordered effects, so results cannot be distinguished.
+        CaptureError: they cannot be assigned to primals.
     """
     places = torch_compat.spread_results(joint, forward_output_count=output_count)
     if places is None:
         raise CaptureError(
-            "an operation has ordered effects, such as printing, but fxremat plans graphs whose "
-            "operations may run in another order. Move it out of the forward"
+            "the results of the captured backward cannot be assigned to inputs of the forward, so "
+            "no gradient can be distinguished"
         )
     return places

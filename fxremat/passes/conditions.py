@@ -36,6 +36,18 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
+def graphs_are_in_operations(
+    graph: StepGraph, *, before: StepGraph, config: PassConfig
+) -> Violations:
+    """No operation reads a graph as an attribute of the module.
+
+    Yields the operations that violate this.
+    """
+    for node in graph.nodes:
+        if torch_compat.graphs_of(node):
+            yield node, "reads a graph as an attribute"
+
+
 def launches_are_operations(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
@@ -46,6 +58,16 @@ def launches_are_operations(
     for node in graph.nodes:
         if torch_compat.user_launch(node) is not None:
             yield node, "is a launch by a number that has no meaning in another process"
+
+
+def effects_run_once(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
+    """Each operator with an ordered effect is an operation that runs exactly once.
+
+    Yields torch's own ones, and those that nothing orders.
+    """
+    for node in graph.nodes:
+        if torch_compat.effect_of(node) is not None:
+            yield node, "may run a second time"
 
 
 def sizes_are_numbers(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
@@ -106,12 +128,12 @@ def values_follow(graph: StepGraph, *, before: StepGraph, config: PassConfig) ->
 
 
 def nothing_is_dead(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:
-    """Each operation is read, returned, or advances a random generator.
+    """Each operation is read or returned, advances a random generator, or has an ordered effect.
 
     Yields the nodes that violate this, each with the problem.
     """
     for node in graph.nodes:
-        if node.op != "call_function" or is_getitem(node) or rng.draws(node):
+        if node.op != "call_function" or is_getitem(node) or rng.has_effect(node):
             continue
         if not any(user.users or not is_getitem(user) for user in node.users):
             yield node, "is read by nothing"

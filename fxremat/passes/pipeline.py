@@ -17,6 +17,8 @@ from fxremat.passes import check
 from fxremat.passes.conditions import (
     backwards_have_what_they_read,
     draws_are_recorded,
+    effects_run_once,
+    graphs_are_in_operations,
     launches_are_operations,
     nothing_crosses_the_loss_point,
     nothing_is_dead,
@@ -34,8 +36,10 @@ from fxremat.passes.fuse.again import computed_twice
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.joint.build import build_joint_graph
+from fxremat.passes.joint.effects import with_effects
 from fxremat.passes.joint.fixed_sizes import fix_sizes, placed_on
 from fxremat.passes.joint.layouts import as_kernels_leave
+from fxremat.passes.joint.nested import with_nested
 from fxremat.passes.joint.user_kernels import with_launches
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.runs import Large
@@ -79,6 +83,12 @@ def has_parts(config: PassConfig) -> bool:
     return config.form.has_parts
 
 
+def _take_graphs(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Make one operation of each operator that runs graphs of its own, such as ``torch.cond``."""
+    module = with_nested(graph.module)
+    return graph if module is graph.module else graph.changed(module)
+
+
 def _take_launches(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Make an operation, named after its kernel, of each launch of a user's Triton kernel."""
     module = with_launches(graph.module)
@@ -89,6 +99,12 @@ def _lay_as_kernels(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Give each tensor the layout in which its kernel really leaves it."""
     assert config.left is not None
     module = as_kernels_leave(graph.module, config.left)
+    return graph if module is graph.module else graph.changed(module)
+
+
+def _take_effects(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Make an operation that runs once of each operator with an ordered effect."""
+    module = with_effects(graph.module)
     return graph if module is graph.module else graph.changed(module)
 
 
@@ -181,10 +197,15 @@ def _fuse(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 _BUILD = Pass(
     "build",
     _build,
-    requires=(sizes_are_numbers, launches_are_operations),
+    requires=(
+        sizes_are_numbers,
+        graphs_are_in_operations,
+        launches_are_operations,
+        effects_run_once,
+    ),
     ensures=(nothing_is_detached, nothing_is_dead, values_follow, draws_are_recorded),
     raises={
-        CaptureError: "an operation runs a nested graph, waits for other processes in a way "
+        CaptureError: "an operation waits for other processes in a way "
         "that cannot be measured, or returns a sparse tensor",
         SizesError: "a size is still a symbol",
         GraphError: "the graph is not what AOTAutograd promises: an operation writes into its "
@@ -204,6 +225,7 @@ _LINEARIZE = Pass(
 )
 
 PASSES: list[Pass] = [
+    Pass("nested", _take_graphs, ensures=(graphs_are_in_operations,)),
     Pass("launches", _take_launches, ensures=(launches_are_operations,)),
     Pass("layouts", _lay_as_kernels, when=runs_eagerly),
     Pass(
@@ -216,6 +238,7 @@ PASSES: list[Pass] = [
             "followed, or a symbol is not the size of an input",
         },
     ),
+    Pass("effects", _take_effects, requires=(sizes_are_numbers,), ensures=(effects_run_once,)),
     Pass(
         "channels last",
         _lay_channels_last,

@@ -17,6 +17,7 @@ from fxremat.torch_compat.joint import *  # noqa: F403
 from fxremat.torch_compat.kernels import *  # noqa: F403
 from fxremat.torch_compat.modes import *  # noqa: F403
 from fxremat.torch_compat.modules import *  # noqa: F403
+from fxremat.torch_compat.nested import *  # noqa: F403
 from fxremat.torch_compat.partitioner import *  # noqa: F403
 from fxremat.torch_compat.processes import *  # noqa: F403
 from fxremat.torch_compat.storages import *  # noqa: F403

@@ -77,11 +77,22 @@ def is_clone(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.clone.default
 
 
+def graphs_of(node: fx.Node) -> list[fx.GraphModule]:
+    """Return the graphs that ``node`` reads as attributes of the module that it is in."""
+    module = node.graph.owning_module
+    if node.op != "call_function" or module is None:
+        return []
+    read = (n for n in node.all_input_nodes if n.op == "get_attr")
+    values = (operator.attrgetter(str(n.target))(module) for n in read)
+    return [value for value in values if isinstance(value, fx.GraphModule)]
+
+
 def draws_random_numbers(node: fx.Node) -> bool:
     """Return whether running ``node`` advances a random generator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return False
+        graphs: Sequence[fx.GraphModule] = graphs_of(node) or getattr(target, "graphs", ())
+        return any(draws_random_numbers(inner) for graph in graphs for inner in graph.graph.nodes)
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     # Fused attention has the tag, but draws nothing without dropout.

@@ -199,26 +199,35 @@ def _value_of(described: Any, inputs: Sequence[object]) -> object:
     return None
 
 
-def spread_results(joint: fx.GraphModule, *, forward_output_count: int) -> tuple[int, ...] | None:
+def spread_results(
+    joint: fx.GraphModule, *, forward_output_count: int
+) -> tuple[int | None, ...] | None:
     """Change the graph in place so that its backward has a result for each primal.
 
     AOTAutograd has a single result for all parts of a tensor without a gradient, such as a nested
     tensor.
 
+    Tokens that order effects are no tensors any more, since calls pass ``None`` for them.
+
     Returns:
-        The places of the previous results among the new ones. ``None`` if the graph stays as it is,
-        because its results cannot be assigned to primals, such as those of tokens that order
-        effects.
+        The places of the previous results among the new ones, with ``None`` for a token. ``None``
+        if the graph stays as it is, because its results cannot be assigned to primals.
     """
     results, output = _results(joint), joint.graph.output_node()
     described = list(output.meta.get("desc", ())) or [None] * len(results)
+    tokens = _drop_tokens(joint, described)
+    results, described = results[: len(results) - tokens], described[: len(described) - tokens]
     inputs = [_input_of(node.meta.get("desc")) for node in _primals(joint)]
     spread, names = results[:forward_output_count], described[:forward_output_count]
-    places: list[int] = []
+    places: list[int | None] = []
     place = forward_output_count
     whole = len(results) - forward_output_count == len(inputs)
     for index, group in itertools.groupby(range(len(inputs)), lambda i: inputs[i]):
         count = len(list(group))
+        if index == _A_TOKEN:  # the backward returns nothing for it
+            spread += [None] * count
+            names += [None] * count
+            continue
         if index is None and not whole:
             return None
         one = not whole and count > 1 and described[place : place + 1] == [None]
@@ -233,16 +242,37 @@ def spread_results(joint: fx.GraphModule, *, forward_output_count: int) -> tuple
         return None
     output.args = (tuple(spread),)
     output.meta["desc"] = names
-    return tuple(places)
+    return (*places, *[None] * tokens)
+
+
+_A_TOKEN = -1
+
+
+def _drop_tokens(joint: fx.GraphModule, described: Sequence[Any]) -> int:
+    """Make tokens among the inputs ``None``, and return how many the backward returns, at the end.
+
+    ``described`` are AOTAutograd's descriptors of the results.
+    """
+    from torch._functorch._aot_autograd import descriptors  # noqa: PLC0415
+
+    for node in joint.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("desc"), descriptors.ForwardTokenAOTInput) or (
+            node.target == "tangents_token"
+        ):
+            node.meta["val"] = None
+    return sum(isinstance(each, descriptors.BackwardTokenAOTOutput) for each in described)
 
 
 def _input_of(described: Any) -> int | None:
     """Return the index of the input that a primal is, or is part of; ``None`` if there is none.
 
-    ``described`` is AOTAutograd's descriptor of the primal.
+    For a token, returns a number that is no index. ``described`` is AOTAutograd's descriptor of the
+    primal.
     """
     from torch._functorch._aot_autograd import descriptors  # noqa: PLC0415
 
+    if isinstance(described, descriptors.ForwardTokenAOTInput):
+        return _A_TOKEN
     while isinstance(described, descriptors.SubclassGetAttrAOTInput):
         described = described.base
     return described.idx if isinstance(described, descriptors.PlainAOTInput) else None
@@ -278,13 +308,13 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def stub_graphs(
-    joint: fx.GraphModule, *, forward_output_count: int, places: Sequence[int]
+    joint: fx.GraphModule, *, forward_output_count: int, places: Sequence[int | None]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return a forward and a backward graph that only show AOTAutograd what goes in and out.
 
     They are never run. The forward returns its outputs and a token, one number on the CPU, for all
     saved tensors. The backward takes the token and the tangents, and returns the results at
-    ``places``, which :func:`spread_results` returned.
+    ``places``, which :func:`spread_results` returned, and ``None`` for a token.
     """
     placeholders = joint.graph.find_nodes(op="placeholder")
     results = _results(joint)
@@ -307,7 +337,9 @@ def stub_graphs(
     tangents = [n for n in placeholders if is_tangent(n)]
     forward = stub(_primals(joint), [*results[:forward_output_count], _TOKEN])
     gradients = results[forward_output_count:]
-    return forward, stub([_TOKEN, *tangents], [gradients[place] for place in places])
+    return forward, stub(
+        [_TOKEN, *tangents], [None if place is None else gradients[place] for place in places]
+    )
 
 
 _TOKEN = object()

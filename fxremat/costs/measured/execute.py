@@ -20,6 +20,8 @@ from fxremat.passes.joint.graph import allocated_bytes, is_getitem, tensors_of
 from fxremat.passes.parts.early_gradients import EarlyGradients
 from fxremat.passes.stages.block import Block, Key, Mode, build_graph, call_of, node_key
 from fxremat.progress import Note
+from fxremat.runtime.effects import Effect
+from fxremat.runtime.nested import Nested
 from fxremat.runtime.user_kernels import Launch
 
 BLOCK_S, OPERATION_S = 0.01, 0.002
@@ -49,9 +51,21 @@ def compile_block(block: Block) -> torch_compat.BoxedCallable:
     """
     graph = build_graph(block)
     for node in graph.nodes:
-        usual = node.target.as_expected if isinstance(node.target, EarlyGradients) else node.target
-        node.target = torch_compat.alone(usual)
+        if isinstance(node.target, EarlyGradients):
+            node.target = node.target.as_expected
+        node.target, node.args = _stand_in(node.target), tuple(map(_stand_in, node.args))
     return compile_graph(graph).forward
+
+
+def _stand_in(value: Any) -> Any:
+    """Return the function to measure in place of ``value``, if that is an operation.
+
+    A collective runs without other processes. An operation that runs graphs runs each of their
+    branches, since made-up inputs decide nothing. An ordered effect has no effect.
+    """
+    if isinstance(value, (Nested, Effect)):
+        return value.stand_in
+    return torch_compat.alone(value)
 
 
 def least_s(
@@ -350,10 +364,8 @@ def _bound(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> functo
     It computes everything afresh, also gradients that a forward has computed early.
     """
     target, args, kwargs = call_of(node, block.mode_of(node))
-    target = (
-        target.compute_again if isinstance(target, EarlyGradients) else torch_compat.alone(target)
-    )
-    real_args = torch.fx.map_arg(args, lambda n: values[n])
+    target = target.compute_again if isinstance(target, EarlyGradients) else _stand_in(target)
+    real_args = torch.fx.map_arg(tuple(map(_stand_in, args)), lambda n: values[n])
     real_kwargs = torch.fx.map_arg(kwargs, lambda n: values[n])
     return functools.partial(target, *real_args, **real_kwargs)
 

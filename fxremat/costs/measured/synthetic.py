@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.graph import JointGraph, attribute_of
 
 CHUNK = 1 << 14
 """Number of 8-bit numbers that are drawn at a time, since each takes four bytes until it is
@@ -32,7 +31,7 @@ class Synthesizer:
         self._held: dict[fx.Node, torch.Tensor] = {}
         self._real = dict(real)
         for node in joint.constants:
-            self._real[node] = operator.attrgetter(str(node.target))(joint.module)
+            self._real[node] = attribute_of(joint.module, node)
 
     def hold(self, values: Mapping[fx.Node, torch.Tensor]) -> None:
         """Use these values for their nodes, until :meth:`keep_only` drops them."""

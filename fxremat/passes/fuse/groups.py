@@ -168,7 +168,7 @@ class _Levels:
             before = (levels[s] + self._rise(s, node) for s in self._reads[node] if s in levels)
             alone = self._kinds[node] is Kind.ALONE
             levels[node] = max(max(before, default=0) + alone, self._floors.get(node, 0))
-            if rng.is_state(node) or rng.draws(node):
+            if rng.is_state(node) or rng.has_effect(node):
                 levels[node] = drawn = max(levels[node], drawn)
         return levels
 

@@ -154,7 +154,9 @@ class _Items:
             read = (source for node in item.nodes for source in self._reads_of(item, node))
             sources = {self._item_of[n]: None for n in read if n in self._item_of}
             after.add_edges_from((source, item) for source in sources if source is not item)
-        draws = [n for n in (*joint.forward, *joint.backward) if rng.is_state(n) or rng.draws(n)]
+        draws = [
+            n for n in (*joint.forward, *joint.backward) if rng.is_state(n) or rng.has_effect(n)
+        ]
         for one, other in pairwise(draws):
             after.add_edge(self._item_of[one], self._item_of[other])
         number = {item: i for i, item in enumerate(self._all)}
@@ -169,7 +171,7 @@ class _Items:
         for node in (*self.line.joint.results, *self.line.joint.gradients):
             self._ask_for(node)
         for item in reversed(self.ordered):
-            if not item.fused and (item.given or rng.draws(item.nodes[0])):
+            if not item.fused and (item.given or rng.has_effect(item.nodes[0])):
                 item.given.setdefault(item.nodes[0])
             inside: set[fx.Node] = set()
             waiting = list(item.given)

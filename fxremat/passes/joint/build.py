@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -59,15 +58,13 @@ def build_joint_graph(
         operation reads a backward one.
 
     Raises:
-        CaptureError: an operation runs a nested graph, or waits for other processes in a way whose
-            cost is unknown.
+        CaptureError: an operation waits for other processes in a way whose cost is unknown.
         SizesError: a size is a symbol.
         GraphError: the graph is not what AOTAutograd promises.
     """
     symbolic = next(filter(is_symbolic, module.graph.nodes), None)
     if symbolic is not None:
         raise SizesError(f"sizes of {symbolic.name} are symbols, but fxremat plans fixed sizes")
-    _check_flat(module)
     _check_collectives(module.graph)
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -141,20 +138,6 @@ def _drop_opaque_gradients(graph: fx.Graph, forward_output_count: int) -> None:
     output.args = ((*results[:forward_output_count], *gradients),)  # type: ignore[arg-type]
 
 
-def _check_flat(module: fx.GraphModule) -> None:
-    """Raise ``CaptureError`` if a node runs a nested graph, whose memory is unknown."""
-    for node in module.graph.find_nodes(op="get_attr"):
-        value = operator.attrgetter(str(node.target))(module)
-        if isinstance(value, fx.GraphModule):
-            reader = next(iter(node.users))
-            raise CaptureError(
-                f"{reader.target} runs a nested graph"
-                f"{torch_compat.described_lines(reader)}\n"
-                "fxremat plans flat graphs: move control flow (torch.cond, while_loop, scan, …) "
-                "out of the forward"
-            )
-
-
 def _erase_detach(graph: fx.Graph) -> None:
     """Erase each ``detach``; what read its result reads its input instead.
 
@@ -184,10 +167,10 @@ def _gather_operations(graph: fx.Graph) -> None:
 
 
 def _eliminate_dead_code(graph: fx.Graph) -> None:
-    """Erase operations that nothing reads, except random draws, which advance the generator."""
+    """Erase operations that nothing reads, except those with an effect, such as random draws."""
     for node in reversed(list(graph.nodes)):
         removable = node.op in ("call_function", "get_attr")
-        if removable and not node.users and not torch_compat.draws_random_numbers(node):
+        if removable and not node.users and not rng.has_effect(node):
             graph.erase_node(node)
 
 
@@ -240,7 +223,7 @@ def _merge_duplicates(joint: JointGraph, *, shared: bool) -> None:
     first_of: dict[object, fx.Node] = {}
     moved: dict[int, torch.Tensor] = {}
     for node in joint.forward:
-        if torch_compat.draws_random_numbers(node) or batchnorm.updates_statistics(node):
+        if rng.has_effect(node) or batchnorm.updates_statistics(node):
             continue
         # Arguments are compared as text, so that 1, 1.0 and True, or 0.0 and -0.0, differ.
         call = node.target, repr(node.args), repr(node.kwargs)

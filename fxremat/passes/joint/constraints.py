@@ -15,8 +15,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import ArgumentError
-from fxremat.passes.joint.graph import JointGraph, is_getitem, tensors_of, values_of
-from fxremat.passes.joint.user_kernels import runs_once
+from fxremat.passes.joint.graph import JointGraph, is_getitem, runs_once, tensors_of, values_of
 
 Answer = Literal["keep", "recompute", "offload"]
 """``"keep"`` saves the results that the backward reads, and never recomputes them; ``"recompute"``
@@ -215,8 +214,8 @@ def _check(constraint: Constraint, asked: Operation, node: fx.Node, *, travels: 
         )
     if constraint.answer == "recompute" and runs_once(node):
         raise ArgumentError(
-            f"{who} recomputes {_named(asked)}, a custom kernel that may give other bits the "
-            "second time: keep it, or let the planner decide",
+            f"{who} recomputes {_named(asked)}, which must run once, because it has an effect "
+            "or may give other bits the second time: keep it, or let the planner decide",
             argument="policy",
             value=constraint.answer,
         )

@@ -135,6 +135,11 @@ class JointGraph:
         return copies or isinstance(node.target, Expected)
 
 
+def attribute_of(module: fx.GraphModule, node: fx.Node) -> Any:
+    """Return the attribute of ``module`` that its ``get_attr`` node ``node`` reads."""
+    return operator.attrgetter(str(node.target))(module)
+
+
 def is_tensor(node: fx.Node) -> bool:
     """Return whether ``node`` returns a single tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
@@ -171,6 +176,14 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     for item in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(item, torch.Tensor):
             yield item
+
+
+def runs_once(node: fx.Node) -> bool:
+    """Return whether ``node`` must not run a second time.
+
+    It has an ordered effect, or it launches a kernel that may give other bits the next time.
+    """
+    return not getattr(node.target, "repeatable", True)
 
 
 def copy_origin(source: fx.Node, target: fx.Node) -> None:

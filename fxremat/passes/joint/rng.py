@@ -10,8 +10,10 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import GraphError
+from fxremat.passes.joint.effects import is_effect
 from fxremat.passes.joint.graph import copy_origin, tensors_of
 from fxremat.runtime import rng
+from fxremat.runtime.nested import Nested
 
 
 def record_states(graph: fx.Graph, forward: Iterable[fx.Node]) -> None:
@@ -50,12 +52,22 @@ def is_draw(node: fx.Node) -> bool:
 
 def operation_of_draw(node: fx.Node) -> Any:
     """Return the random operator that ``node`` runs, with or without a recorded state."""
-    return node.args[2] if is_draw(node) else node.target
+    operation: Any = node.args[2] if is_draw(node) else node.target
+    return operation.function if isinstance(operation, Nested) else operation
 
 
 def draws(node: fx.Node) -> bool:
     """Return whether ``node`` draws random numbers, so that its first run advances a generator."""
     return is_draw(node) or torch_compat.draws_random_numbers(node)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Return whether the first run of ``node`` has an effect besides its result.
+
+    It advances a generator, or has an ordered effect, such as printing. It runs although nothing
+    may read its result, and such operations keep their order.
+    """
+    return draws(node) or is_effect(node)
 
 
 def _device_of_draw(node: fx.Node) -> torch.device:

@@ -97,11 +97,6 @@ def is_tuned(node: fx.Node) -> bool:
     return isinstance(node.target, Launch) and node.target.tuned
 
 
-def runs_once(node: fx.Node) -> bool:
-    """Return whether ``node`` launches a kernel that may give other bits when it is recomputed."""
-    return isinstance(node.target, Launch) and not node.target.repeatable
-
-
 @dataclass(frozen=True, slots=True)
 class _Elements:
     """What a factory function, such as ``torch.full``, sets the elements of its tensor to.

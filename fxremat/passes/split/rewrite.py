@@ -202,7 +202,9 @@ class _Writer:
         """
         joint = self._joint
         order = {n: i for i, n in enumerate(joint.module.graph.nodes)}
-        draws = [n for n in (*joint.forward, *joint.backward) if rng.is_state(n) or rng.draws(n)]
+        draws = [
+            n for n in (*joint.forward, *joint.backward) if rng.is_state(n) or rng.has_effect(n)
+        ]
         waiting: list[fx.Node | Run] = [
             self._item_of(n)
             for n in (*joint.results, *joint.gradients, *draws)

@@ -119,7 +119,7 @@ def extract(line: Line, stage: int, mode: Mode, outputs: Iterable[fx.Node]) -> B
     wanted = set(outputs)
     needed = set(wanted)
     if mode is not Mode.AGAIN:
-        needed.update(filter(rng.draws, operations))
+        needed.update(filter(rng.has_effect, operations))
     inside: list[fx.Node] = []
     for node in reversed(operations):
         if node in needed and not (mode is Mode.AGAIN and node in line.pinned):

@@ -69,8 +69,8 @@ def find_branches(
         if len(segments) == 1:
             return
         ordered = [node for segment in segments for node in segment]
-        draws = list(filter(rng.draws, nodes))
-        if list(filter(rng.draws, ordered)) == draws and _is_topological(ordered):
+        draws = list(filter(rng.has_effect, nodes))
+        if list(filter(rng.has_effect, ordered)) == draws and _is_topological(ordered):
             segment_of = {node: i for i, segment in enumerate(segments) for node in segment}
             yield Branches((*leading_views, *ordered), into, segment_of)
         if len(set(into)) == 1:
@@ -363,7 +363,7 @@ class _Placing:
         It may read backward nodes of its segment, and of segments that this flows into. Sums may
         read others. The result is false for random draws, which keep the order of the line.
         """
-        if rng.draws(node):
+        if rng.has_effect(node):
             return False  # random draws of a backward keep the order of the line
         path = self._segments.path(self._segment_of(node))
         sources = [n for n in node.all_input_nodes if n in self._located]

@@ -11,9 +11,9 @@ from itertools import accumulate
 from torch import fx
 
 from fxremat.effort import Effort
-from fxremat.passes.joint import batchnorm, rng, user_kernels
+from fxremat.passes.joint import batchnorm, rng
 from fxremat.passes.joint.constraints import constrained_storages
-from fxremat.passes.joint.graph import JointGraph, is_tensor
+from fxremat.passes.joint.graph import JointGraph, is_tensor, runs_once
 from fxremat.passes.stages.branches import are_independent, find_branches, place_backward
 from fxremat.passes.stages.cuts import Crossing, cut_segments
 from fxremat.passes.stages.position import Positions, Segments, locate
@@ -76,7 +76,7 @@ class Line:
         order: the index of each node in the joint graph.
         segments: the stages as segments, each with at least one stage; a line without branches is
             a single segment, the trunk.
-        drawing: stages whose first forward advances a random generator.
+        drawing: stages whose first forward has an effect: it draws random numbers, or prints.
         sums: backward nodes that read gradients of several branches, with the stages whose
             backwards give these. Each such node is in the backward of the lowest of these stages,
             and runs with the one that comes last in a schedule.
@@ -207,7 +207,7 @@ def _choose_pinned(
         is_read_earlier = any(positions.backward.get(u, position) < position for u in node.users)
         is_read_earlier &= again.isdisjoint(joint.storages.of_node[node])
         once = joint.is_old_value(node) or rng.is_state(node) or batchnorm.is_new_statistic(node)
-        if is_read_earlier or once or user_kernels.runs_once(node):
+        if is_read_earlier or once or runs_once(node):
             pinned.update(joint.storages.of_node[node])
     small_bytes = int(effort.pin_share * joint.storages.total(joint.saved))
     long_life = max(effort.long_life, positions.count // effort.long_share)
@@ -282,7 +282,9 @@ def _assemble(
         _roles(joint, stages, pinned_nodes),
         order={node: index for index, node in enumerate(joint.module.graph.nodes)},
         segments=replace(positions.segments, ends=ends),
-        drawing=tuple(i for i, nodes in enumerate(stages) if any(map(rng.draws, nodes.forward))),
+        drawing=tuple(
+            i for i, nodes in enumerate(stages) if any(map(rng.has_effect, nodes.forward))
+        ),
         sums=_stages_of_sums(joint, positions, stage_of),
         unsaved=unsaved,
         offloaded=constrained_storages(joint, "offload") - joint.storages.of(joint.results),

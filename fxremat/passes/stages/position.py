@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.passes.joint import rng
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.graph import JointGraph, operation_of
 
@@ -188,7 +189,7 @@ def _locate_backward(
             (located[node],) = sources
             continue
         position = min(*sources, latest(node))
-        if torch_compat.draws_random_numbers(node):
+        if rng.has_effect(node):
             position = last_draw = min(position, last_draw)
         located[node] = position
     # A node that depends on no gradient is computed where it is first read.

@@ -159,7 +159,7 @@ def _put_nodes(layout: _Layout, line: Line, number: dict[fx.Node, int]) -> None:
         value_of=(number[n.all_input_nodes[0]] if is_getitem(n) else -1 for n in nodes),
         tensor=map(is_tensor, nodes),
         pinned=(n in line.pinned for n in nodes),
-        draws=(n in forward and rng.draws(n) for n in nodes),
+        draws=map(rng.has_effect, nodes),
         is_view=(n in line.views for n in nodes),
         given=(n in outside for n in nodes),
         never_freed=(s in never_freed for s in range(len(table.nbytes))),

@@ -1,0 +1,103 @@
+"""Operations that run graphs of their own, such as ``torch.cond``, as functions of tensors."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxremat import torch_compat
+
+DIGITS = 12
+"""How many digits of its digest are in the name of an operation."""
+
+
+class Nested:
+    """Calls a higher-order operator with graphs and constants that are always the same.
+
+    The arguments of a call are what differs: tensors and numbers. Equal operations are one object,
+    see :func:`nested_of`. The name is unique to the operator with its graphs and constants.
+
+    Args:
+        function: the operator.
+        digest: a digest of the operator, its graphs and its constants, equal in all processes.
+        template: its arguments and keywords, flattened, with anything where a call has an argument.
+        structure: how ``template`` is unflattened.
+        places: the indices of the arguments of a call in ``template``.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        digest: str,
+        template: Sequence[Any],
+        structure: pytree.TreeSpec,
+        places: Sequence[int],
+    ) -> None:
+        self.__name__ = self.__qualname__ = f"{function.__name__}_{digest[:DIGITS]}"
+        self.__module__ = "fxremat.nested"
+        self.function, self.digest = function, digest
+        self.graphs = tuple(item for item in template if isinstance(item, fx.GraphModule))
+        self._template, self._structure, self._places = tuple(template), structure, tuple(places)
+        with _lock:
+            _NESTED.setdefault(digest, self)
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(self, *values: Any) -> Any:
+        """Return the results of the operator for these arguments."""
+        args, kwargs = self._arguments(self._template, values)
+        return self.function(*args, **kwargs)
+
+    def stand_in(self, *values: Any) -> Any:
+        """Return results as a call does, after each branch has run, with the most memory of any.
+
+        Made-up arguments would otherwise choose the branches that run, or never end a loop.
+        """
+        template = [
+            with_all_branches(item) if isinstance(item, fx.GraphModule) else item
+            for item in self._template
+        ]
+        args, kwargs = self._arguments(template, values)
+        return torch_compat.with_all_branches(self.function)(*args, **kwargs)
+
+    def _arguments(self, template: Sequence[Any], values: Sequence[Any]) -> Any:
+        leaves = list(template)
+        for place, value in zip(self._places, values, strict=True):
+            leaves[place] = value
+        return pytree.tree_unflatten(leaves, self._structure)
+
+
+def with_all_branches(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph in which operators that run graphs run each of their branches once."""
+    if not any(map(torch_compat.is_higher_order, (node.target for node in module.graph.nodes))):
+        return module
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    root = torch.nn.Module()
+    for node in module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].target = torch_compat.with_all_branches(node.target)
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(module)
+            inner = with_all_branches(value) if isinstance(value, fx.GraphModule) else value
+            copies[node].target = copies[node].name
+            setattr(root, copies[node].name, inner)
+    return fx.GraphModule(root, graph)
+
+
+_NESTED: weakref.WeakValueDictionary[str, Nested] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def nested_of(digest: str) -> Nested | None:
+    """Return the operation in this process that has this digest, or ``None``."""
+    with _lock:
+        return _NESTED.get(digest)
