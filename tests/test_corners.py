@@ -54,13 +54,6 @@ def test_control_flow_is_named_with_its_line():
     assert "control flow" in message
 
 
-def test_a_sparse_gradient_is_named_with_a_remedy():
-    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4))
-    message = refused(model, torch.arange(9))
-    assert "sparse_coo" in message
-    assert "sparse=False" in message
-
-
 def test_sizes_that_depend_on_data_are_reported_even_with_a_loss():
     def forward(layers: nn.ModuleList, x: Tensor) -> Tensor:
         return layers[0](x).flatten()[x.flatten() > 0]

@@ -26,6 +26,7 @@ from fxremat.passes.conditions import (
     operations_are_classified,
     results_lie_as_before,
     sizes_are_numbers,
+    sparse_tensors_are_inputs,
     stages_hold_operations,
     stages_run_in_order,
     tensors_are_on_target,
@@ -40,6 +41,7 @@ from fxremat.passes.joint.effects import with_effects
 from fxremat.passes.joint.fixed_sizes import fix_sizes, placed_on
 from fxremat.passes.joint.layouts import as_kernels_leave
 from fxremat.passes.joint.nested import with_nested
+from fxremat.passes.joint.sparse import with_sparse
 from fxremat.passes.joint.user_kernels import with_launches
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.runs import Large
@@ -86,6 +88,12 @@ def has_parts(config: PassConfig) -> bool:
 def _take_graphs(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Make one operation of each operator that runs graphs of its own, such as ``torch.cond``."""
     module = with_nested(graph.module)
+    return graph if module is graph.module else graph.changed(module)
+
+
+def _take_sparse(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Make operations on dense tensors of those that make sparse ones."""
+    module = with_sparse(graph.module)
     return graph if module is graph.module else graph.changed(module)
 
 
@@ -202,11 +210,11 @@ _BUILD = Pass(
         graphs_are_in_operations,
         launches_are_operations,
         effects_run_once,
+        sparse_tensors_are_inputs,
     ),
     ensures=(nothing_is_detached, nothing_is_dead, values_follow, draws_are_recorded),
     raises={
-        CaptureError: "an operation waits for other processes in a way "
-        "that cannot be measured, or returns a sparse tensor",
+        CaptureError: "an operation waits for other processes in a way that cannot be measured",
         SizesError: "a size is still a symbol",
         GraphError: "the graph is not what AOTAutograd promises: an operation writes into its "
         "arguments, or a value was not traced",
@@ -226,6 +234,16 @@ _LINEARIZE = Pass(
 
 PASSES: list[Pass] = [
     Pass("nested", _take_graphs, ensures=(graphs_are_in_operations,)),
+    Pass(
+        "sparse",
+        _take_sparse,
+        requires=(graphs_are_in_operations,),
+        ensures=(sparse_tensors_are_inputs,),
+        raises={
+            CaptureError: "the gradient of an output is sparse, or an operation that returns a "
+            "sparse tensor draws random numbers",
+        },
+    ),
     Pass("launches", _take_launches, ensures=(launches_are_operations,)),
     Pass("layouts", _lay_as_kernels, when=runs_eagerly),
     Pass(
