@@ -1,11 +1,15 @@
 """Every operator and module of torch's test databases at the least budget: who has other bits.
 
-Each of them is called between elementwise operations, with up to three of torch's samples, and
-trained under ``aot_eager`` and within fxremat's least budget. Losses, results, gradients and
-buffers are compared bit by bit. What fxremat refuses is a failure as well: all that ``aot_eager``
-trains must run. A worker does one after the other; it is started again where it dies or hangs.
-Run: python -m benchmarks.sweep [--kinds op train eval] [--dtypes float32 bfloat16]
-[--ops NAME …] [--samples N] [--limit SECONDS] [--resume]  (torch's databases need expecttest)
+Each of them is called with up to three of torch's samples, and trained under ``aot_eager`` and
+within fxremat's least budget: ``--form embedded`` puts it between elementwise operations, ``plain``
+calls it on parameters and returns its results as they are, ``scaled`` calls it on arguments that
+require gradients. Losses, results, gradients and buffers are compared bit by bit, and the peak of a
+step with the budget. What fxremat refuses is a failure as well: all that ``aot_eager`` trains must
+run, and where a sample was given and refused, it is tried without one. A worker does one after the
+other; it is started again where it dies or hangs.
+Run: python -m benchmarks.sweep [--form FORM] [--kinds op train eval] [--dtypes float32 bfloat16]
+[--ops NAME …] [--samples N] [--limit SECONDS] [--save NAME] [--resume]
+(torch's databases need expecttest)
 """
 
 from __future__ import annotations

@@ -177,3 +177,30 @@ def test_modules_have_aot_eagers_bits_at_the_least_budget(tmp_path: Path, kind: 
     rows, code = swept(tmp_path, ["--kinds", kind, "--dtypes", "float32", "--ops", *names])
     assert [row for row in rows if row["outcome"] in OUTCOMES[1:]] == []
     assert code == 0
+
+
+BY_THEMSELVES = (
+    "combinations",
+    "linalg.eig",
+    "masked_select",
+    "nn.functional.rrelu",
+    "positive",
+    "sort",
+    "sparse.sampled_addmm",
+    "split",
+    "to_sparse",
+    "unbind",
+    "view_as_complex",
+)
+"""Results that are views, lists, sparse, complex, or of sizes that data give; random numbers."""
+
+
+@pytest.mark.slow
+def test_what_aot_eager_trains_by_itself_trains_within_its_budget(tmp_path: Path):
+    common = ["--form", "plain", "--kinds", "op", "--dtypes", "float32", "--samples", "1"]
+    rows, code = swept(tmp_path, [*common, "--ops", *BY_THEMSELVES])
+    assert {row["name"] for row in rows} == {*BY_THEMSELVES}
+    assert code == 0
+    assert {row["outcome"] for row in rows} == {"same"}
+    assert {"whole", "unplanned"} <= {row["planned"] for row in rows}
+    assert not any("above" in kinds_of(row) for row in rows)
