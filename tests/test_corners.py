@@ -292,3 +292,18 @@ def test_spread_tensors_in_one_process_are_planned(mesh: Any, door: str, whole: 
         if ours:
             assert fxremat.plan_of(call).budget_bytes > 0
     assert all(map(torch.equal, *found))
+
+
+def test_a_model_of_views_says_that_nothing_is_planned():
+    call, x = fxremat.compile(Seen(), torch.randn(64, 16), "min"), torch.randn(64, 16)
+    with pytest.warns(fxremat.GraphBreakWarning, match="returns only views"):
+        call(x).sum().backward()
+    assert refused(Seen(), x).endswith("Omit regions='one'")
+
+
+def test_a_model_without_a_gradient_is_refused():
+    def forward(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        return layers[0](x).detach()
+
+    with pytest.raises(CaptureError, match="nothing with a gradient"):
+        fxremat.compile(Applied(forward, nn.Linear(16, 16)), torch.randn(64, 16), "min")

@@ -328,10 +328,11 @@ class Runner:
                 f"{name} computes nothing with a gradient from this sample: there is no step to "
                 "plan"
             )
-        why = f"{name} returns views of its inputs and parameters, which need no backward of its"
+        why = f"{name} returns only views of its parameters and inputs: there is no step to plan"
         if self._must_be_whole:
-            raise CaptureError(f"{why}: there is no step to plan. Omit regions='one'")
+            raise CaptureError(f"{why}. Omit regions='one'")
         self.training.refuse_single_graph_options(why)
+        self.training.regions.warnings.only_views = True
         self._hooks = hook_dicts(self._inner)
         self.capture_in_pieces()
 
