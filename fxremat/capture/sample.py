@@ -179,6 +179,7 @@ def call_without_data(model: nn.Module, sample: Sample, *, gradients: bool = Fal
             contextlib.redirect_stdout(io.StringIO()),
             attributes_replaced(model, fake_copy),
             torch_compat.without_launches(),
+            torch_compat.without_attention_warning(),
             quiet,
             mode,
             torch.set_grad_enabled(gradients),

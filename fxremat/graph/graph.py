@@ -139,6 +139,7 @@ class Graph:
         self._expected: dict[str, Expected] = {}
         self._target = target
         self._units = Units() if fused else None
+        self._attention_units = Units()
         self.progress = progress
         layouts = KernelLayouts(cost_cache())
         self.options = options
@@ -392,6 +393,7 @@ class Graph:
             form=form,
             effort=self.options.effort,
             units=self._units,
+            attention_units=self._attention_units,
             target=None if self._target is None else torch.device(self._target.kind),
             other_bits=self._other_bits,
             expected=self._expected,

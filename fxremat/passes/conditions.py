@@ -15,6 +15,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.passes.contract import PassConfig, Violation
 from fxremat.passes.joint import rng
+from fxremat.passes.joint.effects import has_ordered_effect
 from fxremat.passes.joint.fixed_sizes import is_symbolic
 from fxremat.passes.joint.graph import is_getitem, is_tensor, tensors_of
 from fxremat.passes.joint.sparse import makes_sparse
@@ -37,16 +38,16 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
-def graphs_are_in_operations(
+def objects_are_in_operations(
     graph: StepGraph, *, before: StepGraph, config: PassConfig
 ) -> Violations:
-    """No operation reads a graph as an attribute of the module.
+    """No operation reads a graph or another object that is no tensor as an attribute of the module.
 
     Yields the operations that violate this.
     """
     for node in graph.nodes:
-        if torch_compat.graphs_of(node):
-            yield node, "reads a graph as an attribute"
+        if torch_compat.objects_of(node):
+            yield node, "reads an object as an attribute"
 
 
 def launches_are_operations(
@@ -79,7 +80,7 @@ def effects_run_once(graph: StepGraph, *, before: StepGraph, config: PassConfig)
     Yields torch's own ones, and those that nothing orders.
     """
     for node in graph.nodes:
-        if torch_compat.effect_of(node) is not None:
+        if has_ordered_effect(node):
             yield node, "may run a second time"
 
 

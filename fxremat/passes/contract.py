@@ -32,6 +32,7 @@ class PassConfig:
         effort: the numbers that decide where the graph is cut, and how many operations are computed
             in parts together.
         units: the table that new units are added to; ``None``: operations run as torch runs them.
+        attention_units: the table for units of FlexAttention, which always runs as a unit.
         target: the device that the step is estimated for, where none is present: nothing is run.
         left: returns how the kernel of an operation leaves its results; ``None``: as traced.
         can_replace: returns whether ``is_causal`` can replace a mask of attention; ``None``: no
@@ -47,6 +48,7 @@ class PassConfig:
     form: Form = TRACED
     effort: Effort = USUAL
     units: Units | None = None
+    attention_units: Units = field(default_factory=Units)
     target: torch.device | None = None
     left: Left | None = None
     can_replace: CanReplace | None = None

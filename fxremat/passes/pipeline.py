@@ -18,11 +18,11 @@ from fxremat.passes.conditions import (
     backwards_have_what_they_read,
     draws_are_recorded,
     effects_run_once,
-    graphs_are_in_operations,
     launches_are_operations,
     nothing_crosses_the_loss_point,
     nothing_is_dead,
     nothing_is_detached,
+    objects_are_in_operations,
     operations_are_classified,
     results_lie_as_before,
     sizes_are_numbers,
@@ -34,6 +34,7 @@ from fxremat.passes.conditions import (
 )
 from fxremat.passes.contract import Pass, PassConfig, always, statement_of
 from fxremat.passes.fuse.again import computed_twice
+from fxremat.passes.fuse.attention import with_attention_kernels
 from fxremat.passes.fuse.layout import with_channels_last
 from fxremat.passes.fuse.rewrite import fuse
 from fxremat.passes.joint.build import build_joint_graph
@@ -85,7 +86,7 @@ def has_parts(config: PassConfig) -> bool:
     return config.form.has_parts
 
 
-def _take_graphs(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+def _take_objects(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Make one operation of each operator that runs graphs of its own, such as ``torch.cond``."""
     module = with_nested(graph.module)
     return graph if module is graph.module else graph.changed(module)
@@ -135,6 +136,16 @@ def _place(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Move all tensors to the device that the step is estimated for."""
     assert config.target is not None
     return graph.changed(placed_on(graph.module, config.target))
+
+
+def _compile_attention(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Make a unit, which Inductor compiles, of each FlexAttention on a GPU."""
+    module = with_attention_kernels(graph.module, config.attention_units)
+    if module is graph.module:
+        return graph
+    if config.target is None:
+        config.attention_units.compile(config.progress, note=config.note)
+    return graph.changed(module)
 
 
 def _build(graph: StepGraph, *, config: PassConfig) -> StepGraph:
@@ -207,7 +218,7 @@ _BUILD = Pass(
     _build,
     requires=(
         sizes_are_numbers,
-        graphs_are_in_operations,
+        objects_are_in_operations,
         launches_are_operations,
         effects_run_once,
         sparse_tensors_are_inputs,
@@ -233,11 +244,11 @@ _LINEARIZE = Pass(
 )
 
 PASSES: list[Pass] = [
-    Pass("nested", _take_graphs, ensures=(graphs_are_in_operations,)),
+    Pass("nested", _take_objects, ensures=(objects_are_in_operations,)),
     Pass(
         "sparse",
         _take_sparse,
-        requires=(graphs_are_in_operations,),
+        requires=(objects_are_in_operations,),
         ensures=(sparse_tensors_are_inputs,),
         raises={
             CaptureError: "the gradient of an output is sparse, or an operation that returns a "
@@ -270,6 +281,12 @@ PASSES: list[Pass] = [
         requires=(sizes_are_numbers,),
         ensures=(tensors_are_on_target, results_lie_as_before),
         when=has_other_device,
+    ),
+    Pass(
+        "attention",
+        _compile_attention,
+        requires=(sizes_are_numbers, objects_are_in_operations),
+        ensures=(results_lie_as_before,),
     ),
     _BUILD,
     Pass(

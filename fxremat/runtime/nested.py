@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 import weakref
@@ -52,12 +53,19 @@ class Nested:
         return self.__name__
 
     def __call__(self, *values: Any) -> Any:
-        """Return the results of the operator for these arguments."""
-        args, kwargs = self._arguments(self._template, values)
-        return self.function(*args, **kwargs)
+        """Return the results of the operator for these arguments: one, or several in order.
 
-    def stand_in(self, *values: Any) -> Any:
-        """Return results as a call does, after each branch has run, with the most memory of any.
+        Results in groups, such as the gradients of captured tensors, are in one sequence.
+        """
+        leaves = list(self._template)
+        for place, value in zip(self._places, values, strict=True):
+            leaves[place] = value
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return flat(self.function(*args, **kwargs))
+
+    @functools.cached_property
+    def stand_in(self) -> Nested:
+        """An operation with the same results that runs each branch, and takes the most memory.
 
         Made-up arguments would otherwise choose the branches that run, or never end a loop.
         """
@@ -65,14 +73,19 @@ class Nested:
             with_all_branches(item) if isinstance(item, fx.GraphModule) else item
             for item in self._template
         ]
-        args, kwargs = self._arguments(template, values)
-        return torch_compat.with_all_branches(self.function)(*args, **kwargs)
+        function = torch_compat.with_all_branches(self.function)
+        digest = f"all_{self.digest}"
+        return Nested(function, digest, template, self._structure, self._places)
 
-    def _arguments(self, template: Sequence[Any], values: Sequence[Any]) -> Any:
-        leaves = list(template)
-        for place, value in zip(self._places, values, strict=True):
-            leaves[place] = value
-        return pytree.tree_unflatten(leaves, self._structure)
+
+def flat(results: Any) -> Any:
+    """Return results with those of inner tuples and lists in their place, or a single result."""
+    if not isinstance(results, (tuple, list)):
+        return results
+    if not any(isinstance(item, (tuple, list)) for item in results):
+        return results
+    nested = (flat(item) if isinstance(item, (tuple, list)) else (item,) for item in results)
+    return tuple(item for items in nested for item in items)
 
 
 def with_all_branches(module: fx.GraphModule) -> fx.GraphModule:

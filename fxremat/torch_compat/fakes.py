@@ -20,8 +20,11 @@ def fake_mode() -> Any:
     module are treated as such copies.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    # A loop needs an environment for symbols, although each size is a number.
+    environment = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment, static_shapes=True)
 
 
 def fake_mode_of(tensors: Iterable[torch.Tensor]) -> Any:

@@ -77,21 +77,25 @@ def is_clone(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.clone.default
 
 
-def graphs_of(node: fx.Node) -> list[fx.GraphModule]:
-    """Return the graphs that ``node`` reads as attributes of the module that it is in."""
+def objects_of(node: fx.Node) -> list[Any]:
+    """Return the attributes of its module that ``node`` reads and that are no tensors.
+
+    These are graphs that it runs, functions, or objects of user-defined classes.
+    """
     module = node.graph.owning_module
     if node.op != "call_function" or module is None:
         return []
     read = (n for n in node.all_input_nodes if n.op == "get_attr")
     values = (operator.attrgetter(str(n.target))(module) for n in read)
-    return [value for value in values if isinstance(value, fx.GraphModule)]
+    return [value for value in values if not isinstance(value, torch.Tensor)]
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
     """Return whether running ``node`` advances a random generator."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        graphs: Sequence[fx.GraphModule] = graphs_of(node) or getattr(target, "graphs", ())
+        graphs = [g for g in objects_of(node) if isinstance(g, fx.GraphModule)]
+        graphs += getattr(target, "graphs", ())
         return any(draws_random_numbers(inner) for graph in graphs for inner in graph.graph.nodes)
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False

@@ -246,6 +246,7 @@ def spread_results(
 
 
 _A_TOKEN = -1
+"""Stands for the index of an input that is a token, which orders effects."""
 
 
 def _drop_tokens(joint: fx.GraphModule, described: Sequence[Any]) -> int:

@@ -1,13 +1,16 @@
 """Higher-order operators: operations that run graphs of their own, such as ``torch.cond``.
 
 Private names, checked with torch 2.13: ``torch._ops.HigherOrderOperator``, the operators ``cond``,
-``while_loop``, ``invoke_subgraph`` and ``with_effects``, and the order of their arguments.
+``while_loop``, ``invoke_subgraph`` and ``with_effects``, and the order of their arguments;
+``_WARNINGS_SHOWN`` of ``flex_attention``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +22,13 @@ def is_higher_order(target: object) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
-def effect_of(node: fx.Node) -> Any:
-    """Return the operator with an ordered effect that ``node`` runs; ``None`` if it runs none.
+def has_ordered_effect(target: object) -> bool:
+    """Return whether ``target`` is the operator that runs another one with an ordered effect.
 
-    The arguments of ``node`` are a token, the operator, and the operator's arguments. Its results
-    are a token and the operator's results. Tokens order the effects.
+    Its arguments are a token, the operator, and the operator's arguments. Its results are a token
+    and the operator's results. Tokens order the effects; their values are not read.
     """
-    if is_higher_order(node.target) and getattr(node.target, "__name__", "") == "with_effects":
-        return node.args[1]
-    return None
+    return is_higher_order(target) and getattr(target, "__name__", "") == "with_effects"
 
 
 def inline_regions(module: fx.GraphModule) -> fx.GraphModule:
@@ -87,6 +88,22 @@ def _copy_inlined(module: fx.GraphModule, graph: fx.Graph, copies: dict[fx.Node,
     raise AssertionError("a graph has no output")
 
 
+@contextlib.contextmanager
+def without_attention_warning() -> Iterator[None]:
+    """Keep torch from warning inside that FlexAttention is called without ``torch.compile``.
+
+    Torch warns once in a process, so that a call outside still may.
+    """
+    module: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    shown: set[str] = getattr(module, "_WARNINGS_SHOWN", set())
+    hidden = {"flex_attention_performance"} - shown
+    shown |= hidden
+    try:
+        yield
+    finally:
+        shown -= hidden
+
+
 def with_all_branches(target: Any) -> Callable[..., Any]:
     """Return a function that runs each branch of an operator once, and returns results as it does.
 
@@ -122,3 +139,4 @@ _ALL_BRANCHES: dict[str, Callable[..., Any]] = {
     "cond": _both_branches,
     "while_loop": _two_iterations,
 }
+"""By name of an operator: a function with its arguments that runs each of its graphs."""

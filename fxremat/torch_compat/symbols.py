@@ -29,20 +29,30 @@ def expression_of(number: torch.SymInt) -> tuple[Any, int | None]:
         return expression, None
     hint = number.node.hint
     if hint is None:  # it depended on data, and was found to equal what does not
-        hint = expression.xreplace({s: symbol_hint(number, s) for s in expression.free_symbols})
+        hints = {s: symbol_hint(number, s) for s in expression.free_symbols}
+        if None in hints.values():
+            return expression, None
+        hint = expression.xreplace(hints)
     return expression, int(hint)
 
 
 def hint_of(size: int | torch.SymInt) -> int:
-    """Return a size, or the value of a symbolic size at the capture."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    """Return a size, or the value of a symbolic size at the capture; 0 if it depends on data."""
+    if isinstance(size, int):
+        return size
+    _expression, hint = expression_of(size)
+    return hint or 0
 
 
-def symbol_hint(number: torch.SymInt, symbol: Any) -> int:
-    """Return the value at the capture of a symbol in the expression of ``number``."""
+def symbol_hint(number: torch.SymInt, symbol: Any) -> int | None:
+    """Return the value at the capture of a symbol in the expression of ``number``.
+
+    Returns ``None`` if it depends on data.
+    """
     environment: Any = number.node.shape_env
     hints = getattr(environment, "backed_var_to_val", None) or environment.var_to_val
-    return int(hints[symbol])
+    hint = hints.get(symbol)
+    return None if hint is None else int(hint)
 
 
 def symbol_most(number: torch.SymInt, symbol: Any) -> int | None:

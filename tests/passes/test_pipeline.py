@@ -51,15 +51,14 @@ def names_run(monkeypatch: pytest.MonkeyPatch, config: PassConfig, **part: str) 
     return ran
 
 
-FIRST, SIZES = ["nested", "sparse", "launches"], ["sizes", "effects"]
-
-EAGER = [*FIRST, "layouts", *SIZES, "build", "linearize"]
+FIRST = ["nested", "sparse", "launches"]
+EAGER = [*FIRST, "layouts", "sizes", "effects", "attention", "build", "linearize"]
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (PassConfig(), [*FIRST, *SIZES, "build", "linearize"]),
+        (PassConfig(), [*FIRST, "sizes", "effects", "attention", "build", "linearize"]),
         (PassConfig(left=nothing_left), EAGER),
         (
             PassConfig(left=nothing_left, form=Form(parts_bytes=8)),
@@ -67,16 +66,16 @@ EAGER = [*FIRST, "layouts", *SIZES, "build", "linearize"]
         ),
         (
             PassConfig(left=nothing_left, target=torch.device("cuda")),
-            [*FIRST, *SIZES, "place", "build", "linearize"],
+            [*FIRST, "sizes", "effects", "place", "attention", "build", "linearize"],
         ),
         (
             PassConfig(left=nothing_left, target=torch.device("cpu")),
-            [*FIRST, *SIZES, "build", "linearize"],
+            [*FIRST, "sizes", "effects", "attention", "build", "linearize"],
         ),
         (
             PassConfig(left=nothing_left, units=Units()),
             [
-                *(*FIRST, *SIZES, "channels last", "build"),
+                *(*FIRST, "sizes", "effects", "channels last", "attention", "build"),
                 *("linearize", "write twice", "linearize", "fuse", "linearize"),
             ],
         ),

@@ -18,6 +18,7 @@ from fxremat.passes.emit.body import ARENA, ARGS, GIVE, PRIMALS, RETURN, Body, S
 from fxremat.passes.joint.digest import structure_digest, written
 from fxremat.passes.joint.sizes import MODULES, names_in
 from fxremat.runtime import transfer
+from fxremat.runtime.nested import Nested
 
 WIDTH = 100
 """Maximum line length of emitted code."""
@@ -389,6 +390,8 @@ def compile_graph(graph: fx.Graph) -> fx.GraphModule:
         name: x for node in graph.nodes for name, x in _names_at((node.args, node.kwargs)).items()
     }
     if names:
-        type(module).forward.__globals__.update(names)
         module.meta[FOLLOWS] = tuple(names)
+    operations = {repr(x): x for node in graph.nodes for x in node.args if isinstance(x, Nested)}
+    if names or operations:  # generated code has operations among arguments by their names only
+        type(module).forward.__globals__.update(names, **operations)
     return module

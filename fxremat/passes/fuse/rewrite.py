@@ -20,7 +20,7 @@ from fxremat import torch_compat
 from fxremat.passes.fuse.again import Roots, computed_again, read_by, roots_of, sources_first
 from fxremat.passes.fuse.groups import group, spans_of
 from fxremat.passes.fuse.kinds import Kind, Kinds, Part, bases, kinds_of, parts_of
-from fxremat.passes.fuse.unit import Units
+from fxremat.passes.fuse.unit import Unit, Units
 from fxremat.passes.joint import rng
 from fxremat.passes.joint.constraints import CONSTRAINT
 from fxremat.passes.joint.graph import add_call, is_tensor
@@ -273,22 +273,36 @@ class _Writer:
         graph, inputs = _graph_of(item, given, self._items.kinds)
         sure = [self._items.is_sure(n) for n in inputs]
         unit = self._units.of(graph, sure, self._joint.device)
-        sizes = (Size.named(name, hint) for name, hint in unit.hints.items())
-        args = (*(self._values[n] for n in inputs), *sizes)
-        made = self._graph.call_function(unit, args)  # type: ignore[arg-type]
-        made.meta = {k: v for k, v in given[-1].meta.items() if k not in _PER_TENSOR}
-        if len(given) == 1:
-            made.meta |= _tensor_meta(given[0])
-            self._values[given[0]] = made
-            return made
-        made.meta["val"] = tuple(n.meta["val"] for n in given)
-        if all(LAYOUTS in n.meta for n in given):
-            made.meta[LAYOUTS] = tuple(n.meta[LAYOUTS][0] for n in given)
-        for i, node in enumerate(given):
-            pick = self._graph.call_function(operator.getitem, (made, i))
-            pick.meta = {k: v for k, v in node.meta.items() if k != "seq_nr"}
-            self._values[node] = pick
+        made, values = call_unit(self._graph, unit, [self._values[n] for n in inputs], given)
+        self._values.update(values)
         return made
+
+
+def call_unit(
+    graph: fx.Graph, unit: Unit, inputs: Sequence[fx.Node], given: Sequence[fx.Node]
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """Add a call of a unit to ``graph``; return its node, and a node for each of its results.
+
+    Args:
+        graph: it is changed.
+        unit: it computes ``given``.
+        inputs: the nodes of ``graph`` that the unit reads.
+        given: the nodes that the results replace; they may be of another graph.
+    """
+    sizes = (Size.named(name, hint) for name, hint in unit.hints.items())
+    made = graph.call_function(unit, (*inputs, *sizes))
+    made.meta = {k: v for k, v in given[-1].meta.items() if k not in _PER_TENSOR}
+    if len(given) == 1:
+        made.meta |= _tensor_meta(given[0])
+        return made, {given[0]: made}
+    made.meta["val"] = tuple(n.meta["val"] for n in given)
+    if all(LAYOUTS in n.meta for n in given):
+        made.meta[LAYOUTS] = tuple(n.meta[LAYOUTS][0] for n in given)
+    values: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(given):
+        values[node] = graph.call_function(operator.getitem, (made, i))
+        values[node].meta = {k: v for k, v in node.meta.items() if k != "seq_nr"}
+    return made, values
 
 
 _PER_TENSOR = ("val", LAYOUTS, CONSTRAINT, "tensor_meta", "desc", "seq_nr")

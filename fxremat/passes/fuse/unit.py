@@ -16,6 +16,7 @@ from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import is_getitem, tensors_of
 from fxremat.passes.joint.sizes import evaluated, layouts_of, names_in
 from fxremat.progress import LOG, Note, unnoted
+from fxremat.runtime.nested import Nested
 
 MOST_SIZES = 128
 """For how many sizes the kernels of a unit are kept; the oldest are dropped first."""
@@ -375,4 +376,10 @@ def _described(graph: fx.Graph) -> tuple[list[str], dict[str, int]]:
 
 def _operation_names(graph: fx.Graph) -> tuple[str, ...]:
     nodes = (n for n in graph.nodes if n.op == "call_function" and not is_getitem(n))
-    return tuple(str(n.target).split(".")[1] for n in nodes)
+    return tuple(map(_operation_name, (n.target for n in nodes)))
+
+
+def _operation_name(target: Any) -> str:
+    if isinstance(target, Nested):
+        return str(target.function.__name__)
+    return str(target).split(".")[1]

@@ -28,16 +28,14 @@ def with_effects(module: fx.GraphModule) -> fx.GraphModule:
 
     Returns ``module`` itself where no operator has an effect.
     """
-    if all(torch_compat.effect_of(node) is None for node in module.graph.nodes):
+    if not any(map(has_ordered_effect, module.graph.nodes)):
         return module
     graph = copy_of(module.graph)
-    for node in graph.nodes:
-        operator = torch_compat.effect_of(node)
-        if operator is not None:
-            token, _operator, *args = node.args
-            is_first = isinstance(token, fx.Node) and token.op == "placeholder"
-            node.target = Effect(operator, _results(node))
-            node.args = (None if is_first else token, *args)
+    for node in filter(has_ordered_effect, graph.nodes):
+        token, *args = node.args
+        is_first = isinstance(token, fx.Node) and token.op == "placeholder"
+        node.target = Effect(node.target, _results(node))
+        node.args = (None if is_first else token, *args)
     graph.lint()
     return torch_compat.graph_module(module, graph)
 
@@ -56,6 +54,11 @@ def _results(node: fx.Node) -> list[tuple[Any, ...] | None]:
     return described
 
 
+def has_ordered_effect(node: fx.Node) -> bool:
+    """Return whether ``node`` calls torch's operator for ordered effects, as it was traced."""
+    return torch_compat.has_ordered_effect(getattr(node.target, "function", node.target))
+
+
 def is_effect(node: fx.Node) -> bool:
-    """Return whether ``node`` has an ordered effect."""
+    """Return whether ``node`` is an operation that :func:`with_effects` has made."""
     return isinstance(node.target, Effect)

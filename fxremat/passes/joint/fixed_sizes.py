@@ -240,7 +240,9 @@ class _Copier:
             if traced not in self.names:
                 name = f"{PREFIX}{len(self.names)}"
                 self.names[traced] = symbol(name)
-                self.hints[name] = torch_compat.symbol_hint(number, traced)
+                traced_hint = torch_compat.symbol_hint(number, traced)
+                assert traced_hint is not None  # the expression would have none either
+                self.hints[name] = traced_hint
                 self.most[name] = torch_compat.symbol_most(number, traced)
         self.zeros = self.zeros or torch_compat.equalities_of(number)
         return Size(hint, expression.xreplace(self.names), self.hints)

@@ -8,6 +8,7 @@ it can be copied for a recomputation, and its name does not depend on the module
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,25 +19,27 @@ from torch.utils import _pytree as pytree
 from fxremat import torch_compat
 from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import attribute_of, copy_of
-from fxremat.runtime.nested import Nested, nested_of
+from fxremat.runtime.nested import Nested, flat, nested_of
 
 
 def with_nested(module: fx.GraphModule) -> fx.GraphModule:
     """Return a joint graph in which each operator that runs graphs is a ``Nested`` node.
 
+    An operator that reads another object that is no tensor, such as a function, becomes one too.
+
     Args:
         module: the joint graph; it is not changed.
 
-    Ensures: no node reads a graph as an attribute.
+    Ensures: attributes that a node reads are tensors.
 
-    Returns ``module`` itself where nothing runs a graph.
+    Returns ``module`` itself where this is so already.
     """
-    runs_graphs = [bool(torch_compat.graphs_of(node)) for node in module.graph.nodes]
-    if not any(runs_graphs):
+    reads_objects = [bool(torch_compat.objects_of(node)) for node in module.graph.nodes]
+    if not any(reads_objects):
         return module
     graph = copy_of(module.graph)
-    for node, runs in zip(list(graph.nodes), runs_graphs, strict=True):
-        if runs:
+    for node, reads in zip(list(graph.nodes), reads_objects, strict=True):
+        if reads:
             _replace(module, node)
     for node in list(graph.find_nodes(op="get_attr")):
         if not node.users:
@@ -59,6 +62,33 @@ def _replace(module: fx.GraphModule, node: fx.Node) -> None:
         template.append(value)
     node.target = _nested(node.target, template, structure, places)
     node.args, node.kwargs = tuple(leaves[place] for place in places), {}
+    _read_flat(node, node, node.meta["val"], 0)
+    node.meta["val"] = flat(node.meta["val"])
+
+
+def _read_flat(operation: fx.Node, group: fx.Node, value: Any, first: int) -> None:
+    """Make nodes that read a result in a group read it from ``operation`` directly.
+
+    Args:
+        operation: it returns its results in one sequence.
+        group: ``operation``, or a node that picks a group of its results.
+        value: the traced value of ``group``.
+        first: the index of the first result of ``group`` among all.
+    """
+    if not isinstance(value, (tuple, list)):
+        return
+    places = list(itertools.accumulate((_count(item) for item in value), initial=first))
+    for user in list(group.users):
+        picked: Any = user.args[1]
+        user.args = (operation, places[picked])
+        if isinstance(value[picked], (tuple, list)):
+            _read_flat(operation, user, value[picked], places[picked])
+            user.graph.erase_node(user)
+
+
+def _count(value: Any) -> int:
+    """Return the number of results in ``value``, one result or a group."""
+    return sum(map(_count, value)) if isinstance(value, (tuple, list)) else 1
 
 
 def _nested(
