@@ -193,7 +193,7 @@ def aside(tensor: Tensor) -> Any:
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     exact = {torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
     dense = dense.resolve_conj().resolve_neg().to(exact.get(dense.dtype, dense.dtype))
-    return dense.numpy().copy()
+    return dense.numpy(force=True).copy()
 
 
 def all_alike(runs: list[list[Left]]) -> bool:
