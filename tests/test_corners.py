@@ -42,25 +42,6 @@ def refused(model: nn.Module, *sample: Tensor) -> str:
     return str(caught.value)
 
 
-def test_control_flow_is_named_with_its_line():
-    def forward(layers: nn.ModuleList, x: Tensor) -> Tensor:
-        x = layers[0](x)
-        x = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
-        return layers[1](x)
-
-    message = refused(Applied(forward, nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(3, 4))
-    assert "cond runs a nested graph" in message
-    assert "torch.cond(x.sum() > 0" in message
-    assert "control flow" in message
-
-
-def test_a_sparse_gradient_is_named_with_a_remedy():
-    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4))
-    message = refused(model, torch.arange(9))
-    assert "sparse_coo" in message
-    assert "sparse=False" in message
-
-
 def test_sizes_that_depend_on_data_are_reported_even_with_a_loss():
     def forward(layers: nn.ModuleList, x: Tensor) -> Tensor:
         return layers[0](x).flatten()[x.flatten() > 0]
@@ -170,6 +151,21 @@ def chosen(layers: nn.ModuleList, x: Tensor) -> Tensor:
     return torch.cond(x.sum() > 0, torch.sin, torch.cos, (layers[0](x),))
 
 
+class Seen(nn.Module):
+    """Returns a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.t().unsqueeze(0)
+
+
+def scattered(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    return layers[0](x).relu().to_sparse()
+
+
 def rows(*lengths: int) -> Tensor:
     return torch.nested.nested_tensor([torch.randn(n, 16) for n in lengths], layout=torch.jagged)
 
@@ -188,6 +184,10 @@ UNUSUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: Applied(grouped, nn.Linear(16, 4), nn.Linear(16, 64)), lambda: torch.randn(64, 16),
     ),
     "cond": (lambda: Applied(chosen, nn.Linear(16, 16)), lambda: torch.randn(64, 16)),
+    "a view": (Seen, lambda: torch.randn(64, 16)),
+    "a sparse output": (
+        lambda: Applied(scattered, nn.Linear(16, 16)), lambda: torch.randn(64, 16),
+    ),
     "lazy": (lazy, lambda: torch.randn(8, 16)),
     "lazy root": (lambda: nn.LazyLinear(4), lambda: torch.randn(8, 16)),
 }  # fmt: skip
@@ -226,13 +226,14 @@ def test_what_aot_eager_trains_is_trained(name: str, door: str):
 
 @pytest.mark.parametrize("door", ["sample", "torch"])
 def test_what_cannot_be_planned_says_so(door: str):
-    model, x = Applied(chosen, nn.Linear(16, 16)), torch.randn(64, 16)
+    rows = [torch.randn(5, 16), torch.randn(9, 16)]
+    model, x = nn.Linear(16, 16), torch.nested.nested_tensor(rows, layout=torch.jagged)
     if door == "torch":
         call = torch.compile(model, backend="fxremat", options={"budget": 1.0})
     else:
         call = fxremat.compile(model, x, 1.0)
-    with pytest.warns(fxremat.GraphBreakWarning, match="cond runs a nested graph"):
-        call(x).sum().backward()
+    with pytest.warns(fxremat.GraphBreakWarning, match="is a nested tensor"):
+        call(x).values().sum().backward()
 
 
 @pytest.fixture
@@ -280,3 +281,18 @@ def test_spread_tensors_in_one_process_are_planned(mesh: Any, door: str, whole: 
         if ours:
             assert fxremat.plan_of(call).budget_bytes > 0
     assert all(map(torch.equal, *found))
+
+
+def test_a_model_of_views_says_that_nothing_is_planned():
+    call, x = fxremat.compile(Seen(), torch.randn(64, 16), "min"), torch.randn(64, 16)
+    with pytest.warns(fxremat.GraphBreakWarning, match="returns only views"):
+        call(x).sum().backward()
+    assert refused(Seen(), x).endswith("Omit regions='one'")
+
+
+def test_a_model_without_a_gradient_is_refused():
+    def forward(layers: nn.ModuleList, x: Tensor) -> Tensor:
+        return layers[0](x).detach()
+
+    with pytest.raises(CaptureError, match="nothing with a gradient"):
+        fxremat.compile(Applied(forward, nn.Linear(16, 16)), torch.randn(64, 16), "min")

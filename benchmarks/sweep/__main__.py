@@ -1,11 +1,15 @@
 """Every operator and module of torch's test databases at the least budget: who has other bits.
 
-Each of them is called between elementwise operations, with up to three of torch's samples, and
-trained under ``aot_eager`` and within fxremat's least budget. Losses, results, gradients and
-buffers are compared bit by bit. What fxremat refuses is a failure as well: all that ``aot_eager``
-trains must run. A worker does one after the other; it is started again where it dies or hangs.
-Run: python -m benchmarks.sweep [--kinds op train eval] [--dtypes float32 bfloat16]
-[--ops NAME …] [--samples N] [--limit SECONDS] [--resume]  (torch's databases need expecttest)
+Each of them is called with up to three of torch's samples, and trained under ``aot_eager`` and
+within fxremat's least budget: ``--form embedded`` puts it between elementwise operations, ``plain``
+calls it on parameters and returns its results as they are, ``scaled`` calls it on arguments that
+require gradients. Losses, results, gradients and buffers are compared bit by bit, and the peak of a
+step with the budget. What fxremat refuses is a failure as well: all that ``aot_eager`` trains must
+run, and where a sample was given and refused, it is tried without one. A worker does one after the
+other; it is started again where it dies or hangs.
+Run: python -m benchmarks.sweep [--form FORM] [--kinds op train eval] [--dtypes float32 bfloat16]
+[--ops NAME …] [--samples N] [--limit SECONDS] [--save NAME] [--resume]
+(torch's databases need expecttest)
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS, show
 from benchmarks.rows import Row, Rows
-from benchmarks.sweep.cases import Case, cases
+from benchmarks.sweep.cases import FORMS, Case, cases
 from benchmarks.sweep.train import OUTCOMES, SKIPPED
 from benchmarks.sweep.worker import Worker
 
@@ -67,9 +71,9 @@ class Sweep:
         return self.rows.rows
 
 
-def key_of(row: Row) -> tuple[str, str, str]:
+def key_of(row: Row) -> tuple[str, ...]:
     """The case that a row is of."""
-    return row["kind"], row["name"], row["dtype"]
+    return row["kind"], row["name"], row["dtype"], row.get("form", "embedded")
 
 
 def line_of(row: Row) -> list[str]:
@@ -92,12 +96,34 @@ def table(rows: Sequence[Row]) -> None:
     outcomes = ("same", "bits", "split", *OUTCOMES[2:], *SKIPPED)
     counts: dict[tuple[str, str], Counter[str]] = {}
     for row in rows:
-        counts.setdefault((row["kind"], row["dtype"]), Counter())[kind_of(row)] += 1
-    lines = []
+        counts.setdefault((row["kind"], row["dtype"]), Counter()).update(kinds_of(row))
+    lines, planned = [], []
     for (kind, dtype), count in counts.items():
-        tried = sum(count.values()) - sum(count[name] for name in SKIPPED)
-        lines.append([f"{kind} {dtype}", str(tried), *(str(count[name]) for name in outcomes)])
+        tried = sum(count[name] for name in ("same", "bits", "split", *OUTCOMES[2:]))
+        name = f"{kind} {dtype}"
+        lines.append([name, str(tried), *(str(count[each]) for each in outcomes)])
+        planned.append([name, *(str(count[each]) for each in (*PLANNED, *BUDGETS))])
     show("torch's operators and modules at the least budget", ["", "tried", *outcomes], lines)
+    if any("planned" in row for row in rows):
+        show("how those that train were planned", ["", *PLANNED, *BUDGETS], planned)
+
+
+PLANNED = ("whole", "regions", "unplanned")
+
+BUDGETS = ("within", "above, warned", "above")
+"""Of those whose budget is known: whether the last step kept to it."""
+
+
+def kinds_of(row: Row) -> list[str]:
+    """The columns in which a row counts."""
+    found = [kind_of(row)]
+    if "planned" in row:
+        found.append(row["planned"])
+    if "budget_bytes" in row:
+        warned = any(each.startswith("BudgetWarning") for each in row.get("warnings", ()))
+        above = "above, warned" if warned else "above"
+        found.append("within" if row["peak_bytes"] <= row["budget_bytes"] else above)
+    return found
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -112,6 +138,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--ops", nargs="+", default=["*"], metavar="NAME", help="or patterns")
+    parser.add_argument("--form", choices=[*FORMS], default="embedded")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--limit", type=float, default=600, help="seconds of one model")
     parser.add_argument("--resume", action="store_true", help="keep rows, but of what died")
@@ -125,7 +152,7 @@ def main() -> None:
     os.environ |= {"FXREMAT_CACHE": "0", "FXREMAT_PROGRESS": "0"}
     selected = [
         case
-        for case in cases(options.kinds, options.dtypes)
+        for case in cases(options.kinds, options.dtypes, options.form)
         if matches(case.name, options.ops) and not matches(case.name, [UNINITIALIZED])
     ]
     rows = Rows(options.save, {}, folder=options.folder)

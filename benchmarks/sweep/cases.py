@@ -31,28 +31,36 @@ class Case:
         name: in torch's database; operators with a variant have it after a dot.
         dtype: of what is differentiated.
         index: in the database.
+        form: of the model, one of :data:`FORMS`.
     """
 
     kind: str
     name: str
     dtype: str
     index: int
+    form: str = "embedded"
 
     @property
     def row(self) -> Row:
         """What rows of it have in common."""
-        return {"kind": self.kind, "name": self.name, "dtype": self.dtype, "index": self.index}
+        row = {"kind": self.kind, "name": self.name, "dtype": self.dtype, "index": self.index}
+        return row if self.form == "embedded" else {**row, "form": self.form}
 
 
 def databases() -> tuple[list[Any], list[Any]]:
-    """Torch's operators and modules."""
-    from torch.testing._internal.common_methods_invocations import op_db
+    """Torch's operators and modules.
+
+    Operators that draw random numbers do not seed the generator in each call, which Dynamo does
+    not capture.
+    """
+    from torch.testing._internal import common_methods_invocations as database
     from torch.testing._internal.common_modules import module_db
 
-    return op_db, module_db
+    database.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+    return database.op_db, module_db
 
 
-def cases(kinds: list[str], dtypes: list[str]) -> list[Case]:
+def cases(kinds: list[str], dtypes: list[str], form: str = "embedded") -> list[Case]:
     """All that can be differentiated on a CPU, one after the other."""
     operators, modules = databases()
     found = []
@@ -61,9 +69,9 @@ def cases(kinds: list[str], dtypes: list[str]) -> list[Case]:
             if DTYPES[dtype] not in info.supported_dtypes("cpu"):
                 continue
             if kind != "op":
-                found.append(Case(kind, info.name, dtype, index))
+                found.append(Case(kind, info.name, dtype, index, form))
             elif info.supports_autograd and DTYPES[dtype] in info.supported_backward_dtypes("cpu"):
-                found.append(Case(kind, info.full_name, dtype, index))
+                found.append(Case(kind, info.full_name, dtype, index, form))
     return found
 
 
@@ -80,17 +88,17 @@ class Slot:
     trained: bool
 
 
-class Embedded(nn.Module):
-    """A call between elementwise operations, and a loss of what it returns.
-
-    Each tensor of the call that is differentiated is a parameter times one, so that it keeps its
-    numbers. Each number that the call returns goes through ``tanh`` and a scale for its column.
+class Plain(nn.Module):
+    """A call by itself: its differentiated tensors are parameters, and it returns what it returns.
 
     Args:
         call: an operator, or a module.
         args, kwargs: of one call.
-        after: applied to what it returns.
+        after: applied to the results before a loss is computed of them.
     """
+
+    has_loss = False
+    """Whether the first output is the loss."""
 
     def __init__(
         self,
@@ -105,6 +113,65 @@ class Embedded(nn.Module):
         self.given: list[Tensor] = []
         self.slots: dict[int, Slot] = {}
         self.args, self.kwargs = self._emptied(args), self._emptied(kwargs)
+
+    def forward(self, *given: Tensor) -> Any:
+        """Return the results of the call."""
+        weights = list(self.weights)
+        return self.call(*filled(self.args, weights, given), **filled(self.kwargs, weights, given))
+
+    def loss_of(self, outputs: Any) -> Tensor:
+        """Return the sum of all numbers among the results that have a gradient."""
+        loss = torch.zeros(())
+        for y in tensors_of(outputs if self.after is None else self.after(outputs)):
+            if is_trained(y) and y.requires_grad:
+                y = y if y.layout is torch.strided else y.to_dense()
+                loss = loss + (torch.real(y) + torch.imag(y) if y.is_complex() else y).float().sum()
+        return loss
+
+    def _emptied(self, tree: Any) -> Any:
+        """``tree`` with slots in place of tensors, which are made parameters or arguments."""
+        if isinstance(tree, Tensor):
+            if id(tree) not in self.slots:
+                self.slots[id(tree)] = self._slot_of(tree)
+            return self.slots[id(tree)]
+        if type(tree) in (list, tuple):
+            return type(tree)([self._emptied(each) for each in tree])
+        if type(tree) is dict:
+            return {key: self._emptied(each) for key, each in tree.items()}
+        return tree
+
+    def _slot_of(self, tensor: Tensor) -> Slot:
+        trained, copied = tensor.requires_grad, self._copied(tensor)
+        self.weights.append(nn.Parameter(copied)) if trained else self.given.append(copied)
+        return Slot(len(self.weights if trained else self.given) - 1, trained)
+
+    @staticmethod
+    def _copied(tensor: Tensor) -> Tensor:
+        """A copy with the same strides, also where elements share their memory."""
+        if tensor.layout is not torch.strided:
+            return tensor.detach().clone()
+        size = tensor.untyped_storage().nbytes() // tensor.itemsize
+        stored = tensor.detach().as_strided((size,), (1,), 0)
+        return stored.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class Embedded(Plain):
+    """A call between elementwise operations, and a loss of what it returns.
+
+    Each tensor of the call that is differentiated is a parameter times one, so that it keeps its
+    numbers. Each number that the call returns goes through ``tanh`` and a scale for its column.
+    """
+
+    has_loss = True
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        after: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(call, args, kwargs, after)
         self.register_buffer("one", torch.ones(()))
         with torch.no_grad():
             # A copy: a call changes a module's buffers, and makes a lazy one an ordinary one.
@@ -129,20 +196,46 @@ class Embedded(nn.Module):
         found = call(*filled(self.args, before, given), **filled(self.kwargs, before, given))
         return tensors_of(found if self.after is None else self.after(found))
 
-    def _emptied(self, tree: Any) -> Any:
-        """``tree`` with slots in place of tensors, which are made parameters or arguments."""
-        if isinstance(tree, Tensor):
-            if id(tree) not in self.slots:
-                trained = tree.requires_grad
-                self.slots[id(tree)] = Slot(len(self.weights if trained else self.given), trained)
-                copy = tree.detach().clone()
-                self.weights.append(nn.Parameter(copy)) if trained else self.given.append(copy)
-            return self.slots[id(tree)]
-        if type(tree) in (list, tuple):
-            return type(tree)([self._emptied(each) for each in tree])
-        if type(tree) is dict:
-            return {key: self._emptied(each) for key, each in tree.items()}
-        return tree
+    def loss_of(self, outputs: Any) -> Tensor:
+        """Return the loss that the model has computed."""
+        loss: Tensor = outputs[0]
+        return loss
+
+    @staticmethod
+    def _copied(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+
+class Scaled(Plain):
+    """A call on arguments that require gradients, times one parameter; it returns its sum."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        after: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(call, args, kwargs, after)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, *given: Tensor) -> Tensor:
+        """Return the sum of all results that have a gradient."""
+        scaled = [x * self.scale.to(x.dtype) if x.requires_grad else x for x in given]
+        found = self.call(*filled(self.args, (), scaled), **filled(self.kwargs, (), scaled))
+        return super().loss_of(found)
+
+    def loss_of(self, outputs: Any) -> Tensor:
+        """Return the sum that the model has computed."""
+        loss: Tensor = outputs
+        return loss
+
+    def _slot_of(self, tensor: Tensor) -> Slot:
+        self.given.append(self._copied(tensor).requires_grad_(tensor.requires_grad))
+        return Slot(len(self.given) - 1, trained=False)
+
+
+FORMS: dict[str, type[Plain]] = {"embedded": Embedded, "plain": Plain, "scaled": Scaled}
 
 
 def is_trained(value: Tensor) -> bool:
@@ -175,7 +268,7 @@ def tensors_of(results: Any) -> list[Tensor]:
     return []
 
 
-Make = Callable[[], Embedded]
+Make = Callable[[], Plain]
 """Makes the same model each time."""
 
 
@@ -202,7 +295,7 @@ def _operators(info: Any, case: Case) -> Iterator[tuple[int, Make]]:
         args, kwargs = (sample.input, *sample.args), dict(sample.kwargs)
         tensors, after = tensors_of([args, kwargs]), sample.output_process_fn_grad
         if any(x.requires_grad for x in tensors):
-            make = functools.partial(Embedded, info.op, args, kwargs, after)
+            make = functools.partial(FORMS[case.form], info.op, args, kwargs, after)
             yield sum(x.numel() for x in tensors), make
 
 
@@ -219,8 +312,8 @@ def _modules(info: Any, case: Case) -> Iterator[tuple[int, Make]]:
             yield sum(x.numel() for x in tensors), make
 
 
-def _module(info: Any, each: Any, case: Case, *, training: bool) -> Embedded:
+def _module(info: Any, each: Any, case: Case, *, training: bool) -> Plain:
     torch.manual_seed(SEED)
     made = each.constructor_input
     inside = info.module_cls(*made.args, **made.kwargs).to(DTYPES[case.dtype]).train(training)
-    return Embedded(inside, each.forward_input.args, each.forward_input.kwargs)
+    return FORMS[case.form](inside, each.forward_input.args, each.forward_input.kwargs)

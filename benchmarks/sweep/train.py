@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import traceback
 import warnings
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 import fxremat
-from benchmarks.common import SPLITS
+from benchmarks.common import SPLITS, peak_of
 from benchmarks.rows import Row, failure
-from benchmarks.sweep.cases import Embedded, Make
-from fxremat.errors import FxrematError, PlanError
+from benchmarks.sweep.cases import Make, Plain, tensors_of
+from fxremat.errors import BudgetWarning, FxrematError, GraphBreakWarning, PlanError
 from tests.models.bits import first_difference
 
 STEPS = 3
@@ -31,8 +32,11 @@ OUTCOMES = ("same", "bits", "refused", "untyped", "died")
 SKIPPED = ("cannot", "repeats", "nothing")
 """Of what it does not, or not twice alike."""
 
-Left = dict[str, Tensor | None]
-"""What a step leaves: results, gradients and buffers, by name."""
+_KEPT = 300
+"""Characters of a warning that are kept."""
+
+Left = dict[str, Any]
+"""What a step leaves: results, gradients and buffers as arrays or ``None``, by name."""
 
 
 def row_of(make: Make) -> Row:
@@ -50,37 +54,60 @@ def row_of(make: Make) -> Row:
         return {"outcome": "nothing"}
     if not all_alike([expected, again]):
         return {"outcome": "repeats"}
-    row: Row = {}
-    row |= _compared(make, expected, row, split="same bits")
+    row = _compared(make, expected, split="same bits")
     if row["outcome"] == "bits" and not all_alike(_taken(make, _aot_eager, times=AGAIN)):
         return {"outcome": "repeats"}
     if row["outcome"] != "same" and row.get("fused"):
-        row["whole"] = _compared(make, expected, {}, split="as traced")
+        row["whole"] = _compared(make, expected, split="as traced")
+    if row["outcome"] in ("refused", "untyped"):
+        row["without_sample"] = _compared(make, expected, split="same bits", sampled=False)
     return row
 
 
-def _compared(make: Make, expected: list[Left], row: Row, *, split: str) -> Row:
-    """The row of a model within its least budget."""
-    compiled: list[Any] = []
+def _compared(make: Make, expected: list[Left], *, split: str, sampled: bool = True) -> Row:
+    """The row of a model within its least budget.
 
-    def within(model: Embedded) -> Callable[..., Any]:
-        sample = fxremat.Sample(tuple(model.given), {})
-        compiled.append(fxremat.compile(model, sample, "min", loss="own", **SPLITS[split]))
+    ``planned`` is ``"whole"``, ``"regions"`` or ``"unplanned"``, and ``used`` the share of the
+    budget that the last step took.
+    """
+    compiled: list[Any] = []
+    peaks: list[int] = []
+
+    def within(model: Plain) -> Callable[..., Any]:
+        sample = fxremat.Sample(tuple(model.given), {}) if sampled else None
+        loss = "own" if model.has_loss else None
+        compiled.append(fxremat.compile(model, sample, "min", loss=loss, **SPLITS[split]))
         return compiled[0]
 
-    try:
-        (found,) = _taken(make, within, times=1)
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)[-3:]
-        where = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames]
-        typed = isinstance(error, FxrematError)
-        return {"outcome": "refused" if typed else "untyped", **failure(error), "where": where}
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            (found,) = _taken(make, within, times=1, peaks=peaks)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)[-3:]
+            where = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames]
+            typed = isinstance(error, FxrematError)
+            return {"outcome": "refused" if typed else "untyped", **failure(error), "where": where}
     differs = difference(expected, found)
-    row = {"outcome": "bits" if differs else "same"}
+    row: Row = {"outcome": "bits" if differs else "same", **_planned(compiled[0], peaks)}
     if differs:
         row["differs"] = differs
+    kinds = (BudgetWarning, GraphBreakWarning)
+    told = [each for each in caught if issubclass(each.category, kinds)]
+    if told:
+        row["warnings"] = [f"{w.category.__name__}: {w.message}"[:_KEPT] for w in told]
     fused = _fused(compiled[0])
     return {**row, "fused": fused} if fused else row
+
+
+def _planned(compiled: Any, peaks: list[int]) -> Row:
+    """How a model was planned, and what its last step took of its budget."""
+    training = compiled._training
+    regions = "regions" if training.graphs else "unplanned"
+    row: Row = {"planned": regions if training.regions.several else "whole"}
+    budget_bytes = training.loop.budget.nbytes
+    if budget_bytes:
+        row |= {"peak_bytes": peaks[-1], "budget_bytes": budget_bytes}
+    return row
 
 
 def _fused(compiled: Any) -> list[str]:
@@ -93,21 +120,28 @@ def _fused(compiled: Any) -> list[str]:
     return [str(each)[:120] for each in plans for each in getattr(each, "fused", ())]
 
 
-def _aot_eager(model: Embedded) -> Callable[..., Any]:
+def _aot_eager(model: Plain) -> Callable[..., Any]:
     compiled: Any = torch.compile(model, backend="aot_eager")
     return compiled
 
 
 def _taken(
-    make: Make, compile: Callable[[Embedded], Callable[..., Any]], *, times: int
+    make: Make,
+    compile: Callable[[Plain], Callable[..., Any]],
+    *,
+    times: int,
+    peaks: list[int] | None = None,
 ) -> list[list[Left]]:
-    """What each step of a fresh model leaves, so many times from the same state."""
+    """What each step of a fresh model leaves, so many times from the same state.
+
+    The bytes that the last step holds at most are added to ``peaks``.
+    """
     torch._dynamo.reset()
     gc.collect()
     model = make()
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with warnings.catch_warnings(), torch.random.fork_rng():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore" if peaks is None else "always")
         torch.manual_seed(0)  # as the first step's: a lazy module draws its numbers in either
         call = compile(model)
         lefts = []
@@ -116,23 +150,50 @@ def _taken(
                 if name in before:  # those of a lazy module are made by its first call
                     buffer.data.copy_(before[name])
             lefts.append([_step(model, call, number) for number in range(STEPS)])
+        if peaks is not None:
+            step = functools.partial(_train, model, call)
+            peaks.append(peak_of(step) + _resident_bytes(model))
     return lefts
 
 
-def _step(model: Embedded, call: Callable[..., Any], seed: int) -> Left:
-    torch.manual_seed(seed)
-    loss, *results = call(*model.given)
+def _train(model: Plain, call: Callable[..., Any]) -> Any:
+    """Take a step, and return its outputs and its loss."""
+    outputs = call(*model.given)
+    loss = model.loss_of(outputs)
     loss.backward()
-    left: Left = {"loss": loss.detach().clone()}
-    left |= {f"result {n}": y.detach().clone() for n, y in enumerate(results)}
-    left |= {f"grad {n}": _copy(p.grad) for n, p in model.named_parameters()}
-    left |= {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
-    model.zero_grad(set_to_none=True)
+    return outputs, loss
+
+
+def _resident_bytes(model: Plain) -> int:
+    """Bytes of the parameters, the buffers and the arguments."""
+    tensors = [*model.parameters(), *model.buffers(), *model.given]
+    dense = [x for x in tensors if x.layout is torch.strided]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in dense}
+    return sum(storages.values())
+
+
+def _step(model: Plain, call: Callable[..., Any], seed: int) -> Left:
+    torch.manual_seed(seed)
+    outputs, loss = _train(model, call)
+    left: Left = {"loss": aside(loss)}
+    results = tensors_of(outputs)[1 if model.has_loss else 0 :]
+    left |= {f"result {n}": aside(y) for n, y in enumerate(results)}
+    given = {f"argument {n}": x for n, x in enumerate(model.given) if x.requires_grad}
+    for name, leaf in (*model.named_parameters(), *given.items()):
+        left[f"grad {name}"] = None if leaf.grad is None else aside(leaf.grad)
+    left |= {f"buffer {n}": aside(b) for n, b in model.named_buffers()}
+    for leaf in (*model.parameters(), *model.given):
+        leaf.grad = None
     return left
 
 
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+def aside(tensor: Tensor) -> Any:
+    """A dense copy as an array of numpy: a budget would have to hold a tensor."""
+    tensor = tensor.detach()
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    exact = {torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+    dense = dense.resolve_conj().resolve_neg().to(exact.get(dense.dtype, dense.dtype))
+    return dense.numpy(force=True).copy()
 
 
 def all_alike(runs: list[list[Left]]) -> bool:
@@ -153,11 +214,11 @@ def difference(expected: list[Left], found: list[Left]) -> str | None:
 def _alike(left: Left) -> Left:
     """All NaNs as one."""
 
-    def one(x: Tensor | None) -> Tensor | None:
-        if x is None or x.layout is not torch.strided:
-            return x if x is None else one(x.to_dense())
-        if x.is_complex():
-            x = torch.view_as_real(x.resolve_conj())
+    def one(array: Any) -> Tensor | None:
+        if array is None:
+            return None
+        x = torch.from_numpy(array)
+        x = torch.view_as_real(x) if x.is_complex() else x
         return torch.where(x.isnan(), torch.nan, x) if x.is_floating_point() else x
 
-    return {name: one(x) for name, x in left.items()}
+    return {name: one(array) for name, array in left.items()}

@@ -140,11 +140,23 @@ def check_gradients(model: nn.Module, sample: Sample) -> None:
         )
 
 
-def call_without_data(model: nn.Module, sample: Sample) -> object:
+def has_gradient(model: nn.Module, sample: Sample) -> bool:
+    """Return whether an output of a call requires a gradient, or may, as it depends on data."""
+    outputs = call_without_data(model, sample, gradients=True)
+    leaves = pytree.tree_leaves(outputs)
+    return outputs is None or any(getattr(leaf, "requires_grad", False) for leaf in leaves)
+
+
+def call_without_data(model: nn.Module, sample: Sample, *, gradients: bool = False) -> object:
     """Call ``model`` on fake copies of its arguments, parameters and buffers.
 
     Shapes are computed; no data is read, and no state changes. Some libraries install hooks at a
     model's first call, under a lock that Dynamo cannot trace; this call does it.
+
+    Args:
+        model: the model.
+        sample: the arguments.
+        gradients: whether autograd records the call.
 
     Returns:
         The outputs as fake tensors, or ``None`` where they depend on data.
@@ -170,7 +182,7 @@ def call_without_data(model: nn.Module, sample: Sample) -> object:
             torch_compat.without_attention_warning(),
             quiet,
             mode,
-            torch.no_grad(),
+            torch.set_grad_enabled(gradients),
         ):
             return functional_call(model, state, args, kwargs)
     except torch_compat.data_dependent_errors():

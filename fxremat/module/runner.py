@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fxremat import torch_compat
 from fxremat.capture.errors import capture_refusal, release_frames
 from fxremat.capture.isolation import attributes_replaced, hook_dicts
-from fxremat.capture.sample import Sample, model_error, places_of
+from fxremat.capture.sample import Sample, has_gradient, model_error, places_of
 from fxremat.capture.unused_outputs import Unused, forward_of, refuse_gradients
 from fxremat.compiler.entry import Backend, Entry, SeparateCapture, trace_only
 from fxremat.costs.measured.measure import device_of
@@ -290,7 +290,8 @@ class Runner:
             hooked: whether hooks of the model still have to run on these arguments.
 
         Raises:
-            CaptureError: nothing in the call computes a gradient.
+            CaptureError: no output of the call has a gradient, or only operations that are not
+                captured make one and the model must be captured as one graph.
             FxrematError: see :meth:`run`.
         """
         training = self.training
@@ -307,10 +308,33 @@ class Runner:
         finally:
             training.dry_run = False
         if not training.plans and self._pieces is None:
+            self._leave_unplanned(call)
+
+    def _leave_unplanned(self, call: Sample) -> None:
+        """Run a model without a plan from its next call on, as its capture has no backward.
+
+        Autograd differentiates outputs that are views of inputs or parameters by itself.
+
+        Args:
+            call: the arguments of the call that was captured.
+
+        Raises:
+            CaptureError: no output of the call has a gradient, or the model must be captured as
+                one graph.
+        """
+        name = type(self.original).__name__
+        if not has_gradient(self._inner, call):
             raise CaptureError(
-                f"{type(self.original).__name__} computes nothing with a gradient from this "
-                "sample: there is no step to plan"
+                f"{name} computes nothing with a gradient from this sample: there is no step to "
+                "plan"
             )
+        why = f"{name} returns only views of its parameters and inputs: there is no step to plan"
+        if self._must_be_whole:
+            raise CaptureError(f"{why}. Omit regions='one'")
+        self.training.refuse_single_graph_options(why)
+        self.training.regions.warnings.only_views = True
+        self._hooks = hook_dicts(self._inner)
+        self.capture_in_pieces()
 
 
 def _with_forward(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:

@@ -18,6 +18,7 @@ from fxremat.passes.joint import rng
 from fxremat.passes.joint.effects import has_ordered_effect
 from fxremat.passes.joint.fixed_sizes import is_symbolic
 from fxremat.passes.joint.graph import is_getitem, is_tensor, tensors_of
+from fxremat.passes.joint.sparse import makes_sparse
 from fxremat.passes.step_graph import StepGraph
 
 Violations = Iterator[Violation]
@@ -59,6 +60,18 @@ def launches_are_operations(
     for node in graph.nodes:
         if torch_compat.user_launch(node) is not None:
             yield node, "is a launch by a number that has no meaning in another process"
+
+
+def sparse_tensors_are_inputs(
+    graph: StepGraph, *, before: StepGraph, config: PassConfig
+) -> Violations:
+    """No operation returns a sparse tensor, and no output has a sparse gradient.
+
+    Yields the nodes that violate this, each with the problem.
+    """
+    for node in graph.nodes:
+        if makes_sparse(node):
+            yield node, "is sparse, so its storages are unknown"
 
 
 def effects_run_once(graph: StepGraph, *, before: StepGraph, config: PassConfig) -> Violations:

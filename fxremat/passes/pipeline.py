@@ -33,6 +33,7 @@ from fxremat.passes.conditions import (
     operations_are_classified,
     results_lie_as_before,
     sizes_are_numbers,
+    sparse_tensors_are_inputs,
     stages_hold_operations,
     stages_run_in_order,
     tensors_are_on_target,
@@ -50,6 +51,7 @@ from fxremat.passes.joint.fixed_sizes import fix_sizes, placed_on
 from fxremat.passes.joint.layouts import as_kernels_leave
 from fxremat.passes.joint.nested import with_nested
 from fxremat.passes.joint.scans import with_scans_in_pieces
+from fxremat.passes.joint.sparse import with_sparse
 from fxremat.passes.joint.user_kernels import with_launches
 from fxremat.passes.split.rewrite import split
 from fxremat.passes.split.runs import Large
@@ -102,6 +104,12 @@ def _take_objects(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 def _cut_scans(graph: StepGraph, *, config: PassConfig) -> StepGraph:
     """Cut long scans into pieces, each of which can be recomputed by itself."""
     module = with_scans_in_pieces(graph.module)
+    return graph if module is graph.module else graph.changed(module)
+
+
+def _take_sparse(graph: StepGraph, *, config: PassConfig) -> StepGraph:
+    """Make operations on dense tensors of those that make sparse ones."""
+    module = with_sparse(graph.module)
     return graph if module is graph.module else graph.changed(module)
 
 
@@ -239,11 +247,11 @@ _BUILD = Pass(
         objects_are_in_operations,
         launches_are_operations,
         effects_run_once,
+        sparse_tensors_are_inputs,
     ),
     ensures=(nothing_is_detached, nothing_is_dead, values_follow, draws_are_recorded),
     raises={
-        CaptureError: "an operation waits for other processes in a way "
-        "that cannot be measured, or returns a sparse tensor",
+        CaptureError: "an operation waits for other processes in a way that cannot be measured",
         SizesError: "a size is still a symbol",
         GraphError: "the graph is not what AOTAutograd promises: an operation writes into its "
         "arguments, or a value was not traced",
@@ -264,6 +272,16 @@ _LINEARIZE = Pass(
 PASSES: list[Pass] = [
     Pass("nested", _take_objects, ensures=(objects_are_in_operations,)),
     Pass("scans", _cut_scans, requires=(objects_are_in_operations,)),
+    Pass(
+        "sparse",
+        _take_sparse,
+        requires=(objects_are_in_operations,),
+        ensures=(sparse_tensors_are_inputs,),
+        raises={
+            CaptureError: "the gradient of an output is sparse, or an operation that returns a "
+            "sparse tensor draws random numbers",
+        },
+    ),
     Pass("launches", _take_launches, ensures=(launches_are_operations,)),
     Pass(
         "data sizes",
@@ -279,6 +297,7 @@ PASSES: list[Pass] = [
         _fix_sizes,
         ensures=(sizes_are_numbers,),
         raises={
+            CaptureError: "a tensor is a nested one, whose rows differ in length",
             DataSizesError: "a size depends on data",
             SizesError: "a number that is not whole depends on a size in a way that cannot be "
             "followed, or a symbol is not the size of an input",

@@ -34,10 +34,12 @@ class RegionWarnings:
         breaks: the user's lines after which steps leave graphs, and why; ``None``: the user asked
             for several graphs.
         why: why the model could not be captured as one graph; empty: that was not tried.
+        only_views: whether the model was captured, but returns only views of what it is given.
     """
 
     breaks: dict[str, None] | None = field(default_factory=dict)
     why: str = ""
+    only_views: bool = False
     _over: int = 0
     _peak_bytes: int = 0
     _unplanned: int = 0
@@ -74,12 +76,15 @@ class RegionWarnings:
             trace: the calls of the step.
         """
         if not trace.calls:
+            what = "nothing of this model that has a gradient can be captured"
+            remedy = ". Move code that can be captured into separate modules"
+            if self.only_views:
+                what = "this model returns only views of its parameters and inputs"
+                remedy = ""
             self._warn_once(
                 "nothing",
-                "nothing of this model that has a gradient can be captured, so nothing is planned. "
-                f"The model runs unchanged, and a step took {peak_bytes} bytes "
-                f"({format_bytes(peak_bytes)}). Move code that can be captured into separate "
-                "modules",
+                f"{what}, so nothing is planned. The model runs unchanged, and a step took "
+                f"{peak_bytes} bytes ({format_bytes(peak_bytes)}){remedy}",
             )
         budget_bytes = budget.nbytes or budget.written.bytes_of(
             full_bytes=peak_bytes, least_bytes=peak_bytes

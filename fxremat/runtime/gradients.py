@@ -84,6 +84,7 @@ def takes(leaf: Tensor, gradient: Tensor) -> bool:
     """
     return (
         leaf.grad is None
+        and gradient.layout is leaf.layout is torch.strided
         and gradient.stride() == leaf.stride()
         and gradient.dtype == leaf.dtype
         and not leaf._backward_hooks

@@ -115,7 +115,7 @@ class Step:
             held_bytes: device memory of these that nothing else holds.
         """
         self._saved, self._versions = saved, torch_compat.versions_of(saved)
-        self.outputs = [torch_compat.StorageAlive(t) for t in outputs if isinstance(t, Tensor)]
+        self.outputs = torch_compat.storages_alive(outputs)
         self.held_bytes = held_bytes
         self.number = next(_numbers)
         self.elsewhere = torch_compat.saved_elsewhere()
@@ -226,7 +226,7 @@ class InFlight:
 
         These are gradients of ``torch.autograd.grad``, or results of calls of several graphs.
         """
-        made = [torch_compat.StorageAlive(t) for t in results if isinstance(t, Tensor)]
+        made = torch_compat.storages_alive(results)
         with self._lock:
             self._outputs = [entry for entry in self._outputs if entry[1]]
             keys = {alive.key for _, alive in self._outputs}

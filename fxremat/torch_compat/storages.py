@@ -146,3 +146,9 @@ class StorageAlive:
 
     def __bool__(self) -> bool:
         return not self._reference.expired()
+
+
+def storages_alive(values: Iterable[object]) -> list[StorageAlive]:
+    """Return a :class:`StorageAlive` for each dense part of the tensors among ``values``."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return [StorageAlive(part) for tensor in tensors for part in dense_parts(tensor)]

@@ -51,7 +51,7 @@ def names_run(monkeypatch: pytest.MonkeyPatch, config: PassConfig, **part: str) 
     return ran
 
 
-FIRST = ["nested", "scans", "launches", "data sizes"]
+FIRST = ["nested", "scans", "sparse", "launches", "data sizes"]
 EAGER = [*FIRST, "layouts", "sizes", "effects", "attention", "build", "linearize"]
 
 

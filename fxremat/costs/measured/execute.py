@@ -22,6 +22,7 @@ from fxremat.passes.stages.block import Block, Key, Mode, build_graph, call_of, 
 from fxremat.progress import Note
 from fxremat.runtime.effects import Effect
 from fxremat.runtime.nested import Nested
+from fxremat.runtime.sparse import SparseOperation
 from fxremat.runtime.user_kernels import Launch
 
 BLOCK_S, OPERATION_S = 0.01, 0.002
@@ -61,9 +62,10 @@ def _stand_in(value: Any) -> Any:
     """Return the function to measure in place of ``value``, if that is an operation.
 
     A collective runs without other processes. An operation that runs graphs runs each of their
-    branches, since made-up inputs decide nothing. An ordered effect has no effect.
+    branches, since made-up inputs decide nothing. An ordered effect has no effect. In place of a
+    sparse tensor there are as many bytes.
     """
-    if isinstance(value, (Nested, Effect)):
+    if isinstance(value, (Nested, Effect, SparseOperation)):
         return value.stand_in
     return torch_compat.alone(value)
 
@@ -167,7 +169,7 @@ class Operations:
         self.peak_bytes = 0
         self._cache = cache
         self._device = device
-        self._given = frozenset(map(torch_compat.storage_key, given))
+        self._given = frozenset(key for t in given for key in torch_compat.storages_of(t))
         self._keys: dict[tuple[fx.Node, Mode], Key] = {}
         self._clock = KernelClock(device)
 
@@ -397,7 +399,8 @@ def _fresh(
 ) -> list[torch.Tensor]:
     """Return one tensor for each storage that running ``node`` allocated for its ``value``."""
     key, sources = torch_compat.storage_key, block.sources(node)
-    given = {key(t) for n in sources for t in _tensors(values[n])}
+    read = (t for n in sources for t in _tensors(values[n]))
+    given = {own for t in read for own in torch_compat.storages_of(t)}
     fresh = {key(t): t for t in _tensors(value) if key(t) not in given}
     traced_given = {key(t) for n in sources for t in tensors_of(n)}
     traced = {key(t) for t in tensors_of(node)} - traced_given

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.errors import CostError
 from fxremat.passes.joint.graph import JointGraph, attribute_of
 
 CHUNK = 1 << 14
@@ -63,6 +64,11 @@ class Synthesizer:
         if not isinstance(traced, torch.Tensor):
             size: torch.Tensor = traced  # not a tensor, but a size that the graph takes
             return size
+        if traced.layout is not torch.strided:
+            raise CostError(
+                f"input {node.name} is a tensor of layout {traced.layout} without data, so nothing "
+                "that reads it can be measured. Capture the step with real tensors"
+            )
         key = torch_compat.storage_key(traced)
         if key not in made:
             made[key] = _base(traced, std=0.1)

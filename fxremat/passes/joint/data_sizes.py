@@ -56,7 +56,8 @@ def gather_data_sizes(
     if not data:
         return module
     grouping = Grouping(module.graph, data, forward_output_count)
-    first = next(node for node in module.graph.nodes if node in data)
+    made_by = (node for node in module.graph.nodes if node in data and node.op == "call_function")
+    first = next(made_by, None) or next(node for node in module.graph.nodes if node in data)
     made = f"the sizes that {first.target} computes depend on data"
     line = torch_compat.described_lines(first)
     if not grouping.is_possible():

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
-from fxremat.errors import CaptureError, GraphError
+from fxremat.errors import GraphError
 from fxremat.passes.joint.sizes import Sizes, layouts_of
 from fxremat.runtime.expected import Expected
 
@@ -163,7 +163,7 @@ def operation_of(node: fx.Node) -> fx.Node:
 
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
-    """Yield the fake tensors that ``node`` returns, in order.
+    """Yield the dense fake tensors that ``node`` returns, in order.
 
     Raises:
         GraphError: the node was traced without a value.
@@ -174,7 +174,7 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
         raise GraphError(f"node {node.name} ({node.target}) carries no traced value")
     value = node.meta["val"]
     for item in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(item, torch.Tensor):
+        if isinstance(item, torch.Tensor) and item.layout is torch.strided:
             yield item
 
 
@@ -294,10 +294,7 @@ def build_storage_table(graph: fx.Graph) -> StorageTable:
     """Return the storages of the tensors of ``graph``, with the nodes that own and read each.
 
     Requires: every node but the output carries the fake value of its trace.
-    Ensures: every tensor is in exactly one storage; views share that of their base.
-
-    Raises:
-        CaptureError: a tensor is sparse.
+    Ensures: every dense tensor is in exactly one storage; views share that of their base.
     """
     ids: dict[int, int] = {}
     asked: list[int] = []
@@ -307,11 +304,6 @@ def build_storage_table(graph: fx.Graph) -> StorageTable:
     for node in graph.nodes:
         ids_of_node: list[int] = []
         for index, tensor in enumerate(tensors_of(node)):
-            if tensor.layout is not torch.strided:
-                raise CaptureError(
-                    f"{node.name} ({node.target}) is a tensor of layout {tensor.layout}, whose "
-                    "memory cannot be planned: use dense tensors (sparse=False in an embedding)"
-                )
             key = torch_compat.storage_key(tensor)
             if key not in ids:
                 ids[key] = len(asked)

@@ -265,13 +265,14 @@ class Layout:
 
 
 def layouts_of(node: fx.Node) -> tuple[Layout, ...]:
-    """Return the layout of each tensor that ``node`` returns, in order."""
+    """Return the layout of each dense tensor that ``node`` returns, in order."""
     layouts: tuple[Layout, ...] | None = node.meta.get(LAYOUTS)
     if layouts is not None:
         return layouts
     value = node.meta.get("val")
     items = value if isinstance(value, (tuple, list)) else (value,)
-    return tuple(layout_of(t) for t in items if isinstance(t, torch.Tensor))
+    tensors = (item for item in items if isinstance(item, torch.Tensor))
+    return tuple(layout_of(t) for t in tensors if t.layout is torch.strided)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

@@ -303,7 +303,8 @@ def _largest_copied_gradient(joint: JointGraph, sizes: Mapping[str, int]) -> int
     for primal, gradient in zip(joint.primals, joint.backward_outputs, strict=True):
         if isinstance(gradient, fx.Node):
             wanted, made = primal.meta["val"], gradient.meta["val"]
-            if wanted.stride() != made.stride() or gradient not in sole_owners:
+            is_sparse = wanted.layout is not torch.strided
+            if is_sparse or wanted.stride() != made.stride() or gradient not in sole_owners:
                 largest = max(largest, _tensor_bytes(gradient, sizes))
     return largest
 
