@@ -279,8 +279,8 @@ def _plan_of_region(
             if made_for is context and is_planned:
                 return context, latest
         compiled = calls.plans.pop(context, None)
-        if compiled is None and regions.keeps_all(loop):
-            compiled = _plain_at_new_sizes(graph, context.sizes)
+        if compiled is None and regions.keeps_all(loop) and regions.varies:
+            compiled = next((own for own in calls.plans.values() if own.plain), None)
         if compiled is None:
             try:
                 compiled = later_plan(graph, context, budget, least=not is_planned)
@@ -322,17 +322,6 @@ def _failing_together(loop: Loop, regions: Regions) -> Iterator[None]:
 
 
 # New plans
-
-
-def _plain_at_new_sizes(graph: Graph, sizes: Values) -> CompiledPlan | None:
-    """Return a plan that keeps everything, if a graph has one and no plan yet for ``sizes``.
-
-    Such a plan is the same at all sizes, except for its figures.
-    """
-    plans = graph.calls.plans
-    if any(made_for.sizes == sizes for made_for in plans):
-        return None
-    return next((own for own in plans.values() if own.plain), None)
 
 
 def _announce(loop: Loop, graph: Graph, compiled: CompiledPlan, *, several: bool) -> None:
