@@ -279,7 +279,7 @@ def _plan_of_region(
             if made_for is context and is_planned:
                 return context, latest
         compiled = calls.plans.pop(context, None)
-        if compiled is None and regions.keeps_all(loop):  # such a plan is the same at all sizes
+        if compiled is None and regions.keeps_all(loop) and regions.varies:
             compiled = next((own for own in calls.plans.values() if own.plain), None)
         if compiled is None:
             try:

@@ -190,6 +190,15 @@ class Regions:
             loop.budget, self.profiles
         )
 
+    @property
+    def varies(self) -> bool:
+        """Whether the latest call is one of a step that is like none before.
+
+        It then follows any plan that keeps everything, if the budget is ample: such plans are the
+        same at all sizes, except for their figures.
+        """
+        return all(profile.is_envelope for profile, _ in self._thread.running.calls[-1].matches)
+
     def will_choose(self, loop: Loop, graph: Graph, context: StepContext) -> bool:
         """Return whether a call begins a step whose plans are chosen again, for the bytes held."""
         trace = self._thread.current()
