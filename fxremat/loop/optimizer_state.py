@@ -63,7 +63,7 @@ def optimizer_bytes(
                         trials[key] = _try_step(instance, group, local)
                     sizes = list(_sizes_for(local, *trials[key]))
                 else:
-                    sizes = [torch_compat.nbytes_of(torch_compat.local_part(v)) for v in state]
+                    sizes = [torch_compat.nbytes_of(v) for v in state]
                 # The allocator rounds each tensor by itself.
                 state_bytes[id(parameter)] += tuple(
                     allocated_bytes(nbytes, parameter.device) for nbytes in sizes
@@ -79,14 +79,14 @@ def counted_state(
     Args:
         state: the state of all optimizers.
         model: the model that trains. State of parameters of another network is always counted.
-        gradients: local parts of the parameters that the captured step computes a gradient of:
+        gradients: dense parts of the parameters that the captured step computes a gradient of:
             others of the model never get state. ``None``: not all of the step is captured.
     """
     left_out: set[int] = set()
     if gradients is not None:
         used = {torch_compat.storage_key(t) for t in gradients}
         for parameter in model.parameters():
-            if torch_compat.storage_key(torch_compat.local_part(parameter)) not in used:
+            if used.isdisjoint(torch_compat.storages_of(parameter)):
                 left_out.add(id(parameter))
     return tuple(n for own, sizes in state.items() if own not in left_out for n in sizes)
 

@@ -188,12 +188,7 @@ MOST_HELD_S = 0.02
 def resident_bytes(model: nn.Module, step: Callable[[], object]) -> int:
     """Return the bytes of distinct storages on the model's device that exist before ``step``."""
     device = device_of(model)
-    sizes = {
-        torch_compat.storage_key(tensor): tensor.untyped_storage().nbytes()
-        for tensor in _tensors((step, model), {})
-        if tensor.device == device
-    }
-    return sum(sizes.values())
+    return sum(torch_compat.storages_on(device, _tensors((step, model), {})).values())
 
 
 def _tensors(item: object, visited: dict[int, object]) -> Iterator[torch.Tensor]:
