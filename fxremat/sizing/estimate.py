@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +20,7 @@ from fxremat.graph.graph import Graph
 from fxremat.graph.memory_record import roles_of
 from fxremat.graph.pools import all_pools
 from fxremat.ir import MeasuredLink
-from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
+from fxremat.loop.optimizer_state import copied_optimizer, counted_state, optimizer_bytes
 from fxremat.options.arguments import Arguments
 from fxremat.options.budget import Budget, TrainingBudget
 from fxremat.options.loss import Compared, LossOfOutputs, own_loss, target_bytes
@@ -205,7 +204,7 @@ def _state_bytes(
     for optimizer in optimizers:
         own = optimizer
         if isinstance(optimizer, torch.optim.Optimizer):
-            own = copy.copy(optimizer)
+            own = copied_optimizer(optimizer)
             own.param_groups = [
                 {**group, "params": list(map(alike, group["params"]))}
                 for group in optimizer.param_groups
