@@ -44,6 +44,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of no subclass, parameters aside."""
+    return type(tensor) in _PLAIN
+
+
 def wrapped_tensors(wrapper: Any) -> list[torch.Tensor]:
     """Return the tensors that a tensor of a wrapper subclass consists of."""
     parts = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,14 +39,14 @@ class Subject:
     Attributes:
         build: makes the model, with the same weights each time.
         batch: the arguments of a call, by the number of the step.
-        loss: computes the loss from the model's output.
+        loss: computes the loss from the model's output; ``None``: that is the loss.
         optimizer: makes the optimizer of the parameters that are trained.
         context: entered around each forward.
     """
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Any, ...]]
-    loss: Callable[[Any], Tensor] = _squares
+    loss: Callable[[Any], Tensor] | None = _squares
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = _adamw
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -111,7 +112,7 @@ class _Training:
                 self.model,
                 fxremat.Sample(subject.batch(0), {}),
                 optimizer=self.optimizer,
-                loss=subject.loss,
+                loss=subject.loss or "own",
             )
         self.bits: dict[str, str] = {}
 
@@ -120,7 +121,9 @@ class _Training:
         torch.manual_seed(number)
         mark(f"begin {number}")
         with self.subject.context():
-            loss = self.subject.loss(self.call(*args))
+            loss = self.call(*args)
+            if self.subject.loss is not None:
+                loss = self.subject.loss(loss)
         loss.backward()
         mark(f"end {number}")
         found = digests({"loss": loss, **_gradients(self.model)})
@@ -177,6 +180,31 @@ def _own(found: list[warnings.WarningMessage]) -> tuple[str, ...]:
     kinds = fxremat.BudgetWarning, fxremat.GraphBreakWarning
     own = (w for w in found if issubclass(w.category, kinds))
     return tuple(f"{w.category.__name__}: {w.message}" for w in own)
+
+
+@functools.cache
+def reference(build: Callable[[], Subject]) -> Trained:
+    """Train a subject as ``aot_eager`` does; once a process."""
+    return train(build(), by_torch)
+
+
+def check(build: Callable[[], Subject], budget: Any, *, learns: bool = False) -> Trained:
+    """Train a subject within ``budget``: planned, with the same bits, and without a warning.
+
+    Warnings of what an optimizer's step allocates are allowed: no plan changes that. With
+    ``learns``, so are those of the first steps.
+    """
+    expected, found = reference(build), train(build(), within(budget))
+    different = [name for name, bits in expected.bits.items() if found.bits.get(name) != bits]
+    assert not different and found.bits.keys() == expected.bits.keys(), different
+    assert found.planned
+    assert found.peak_bytes <= found.budget_bytes
+    assert not [
+        text for text in found.learned + found.warned if "BudgetWarning: a step of" not in text
+    ]
+    if budget != 1.0:
+        assert found.peak_bytes < expected.peak_bytes
+    return found
 
 
 def by_torch(model: nn.Module, _sample: Any, **_given: Any) -> Any:
