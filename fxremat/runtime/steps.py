@@ -226,7 +226,9 @@ class InFlight:
 
         These are gradients of ``torch.autograd.grad``, or results of calls of several graphs.
         """
-        made = [torch_compat.StorageAlive(t) for t in results if isinstance(t, Tensor)]
+        tensors = (result for result in results if isinstance(result, Tensor))
+        parts = (part for tensor in tensors for part in torch_compat.dense_parts(tensor))
+        made = list(map(torch_compat.StorageAlive, parts))
         with self._lock:
             self._outputs = [entry for entry in self._outputs if entry[1]]
             keys = {alive.key for _, alive in self._outputs}

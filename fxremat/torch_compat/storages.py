@@ -44,6 +44,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is strided and consists of no other tensors."""
+    return tensor.layout is torch.strided and not is_wrapper(tensor)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is of no subclass, parameters aside."""
     return type(tensor) in _PLAIN

@@ -12,7 +12,7 @@ from tests.models.zoo import seeded
 from tests.works_with.training import Subject
 
 WIDTH, ROWS, BLOCKS, RANK = 64, 512, 3, 4
-VOCABULARY, LENGTH, SENTENCES = 97, 48, 8
+VOCABULARY, LENGTH, SENTENCES = 97, 48, 12
 
 
 class Block(nn.Module):

@@ -48,7 +48,11 @@ class FourBits(nn.Module):
 
 def four_bits(linear: nn.Linear) -> nn.Module:
     made = bitsandbytes.nn.Linear4bit(
-        linear.in_features, linear.out_features, compute_dtype=torch.float32, quant_type="nf4"
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        compute_dtype=torch.float32,
+        quant_type="nf4",
     )
     made.load_state_dict(linear.state_dict())
     return made.requires_grad_(False).to("cpu")
@@ -56,7 +60,10 @@ def four_bits(linear: nn.Linear) -> nn.Module:
 
 def eight_bits(linear: nn.Linear) -> nn.Module:
     made = bitsandbytes.nn.Linear8bitLt(
-        linear.in_features, linear.out_features, has_fp16_weights=False
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        has_fp16_weights=False,
     )
     made.load_state_dict(linear.state_dict())
     return made.requires_grad_(False).to("cpu")

@@ -18,8 +18,11 @@ import fxremat
 from tests.loops.job import digest
 from tests.loops.memory import recording, sizes_known
 
-TEACHING, MEASURED = 2, 3
+TEACHING, MEASURED = 4, 3
 """Steps that fxremat may learn from, and those after them that must keep to the budget."""
+
+SMALLEST_BLOCK_BYTES = 512
+"""By so much a step may exceed its budget without a warning."""
 
 BUDGETS = (1.0, 0.6, "min")
 
@@ -75,6 +78,9 @@ class Trained:
 
 def dense_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the dense tensors that a tensor consists of, by name."""
+    if tensor.layout is torch.sparse_coo:
+        yield from ((f"{name}.indices", tensor._indices()), (f"{name}.values", tensor._values()))
+        return
     inner = getattr(tensor, "__tensor_flatten__", None)
     if inner is None:
         yield name, tensor.detach()
@@ -198,7 +204,7 @@ def check(build: Callable[[], Subject], budget: Any, *, learns: bool = False) ->
     different = [name for name, bits in expected.bits.items() if found.bits.get(name) != bits]
     assert not different and found.bits.keys() == expected.bits.keys(), different
     assert found.planned
-    assert found.peak_bytes <= found.budget_bytes
+    assert found.peak_bytes <= found.budget_bytes + SMALLEST_BLOCK_BYTES
     assert not [
         text for text in found.learned + found.warned if "BudgetWarning: a step of" not in text
     ]
