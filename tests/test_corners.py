@@ -280,3 +280,12 @@ def test_spread_tensors_in_one_process_are_planned(mesh: Any, door: str, whole: 
         if ours:
             assert fxremat.plan_of(call).budget_bytes > 0
     assert all(map(torch.equal, *found))
+
+
+def test_a_loss_of_spread_outputs_is_measured_in_the_first_steps(mesh: Any):
+    """It cannot be tried on dense zeros."""
+    model, x = spread(mesh, False)
+    call = fxremat.compile(model, x, 1.0, loss=lambda output: output.to_local().square().sum())
+    for _ in range(2):
+        call(x).to_local().square().sum().backward()
+    assert fxremat.plan_of(call).budget_bytes > 0
