@@ -201,3 +201,46 @@ def test_a_mode_around_a_backward_sees_recomputations():
     assert log.names.count("with_torch.swish_backward.default") == 4
     assert log.names.count("aten.mm.default") >= 2 * 4 - 1  # no gradient of the input
     assert "with_torch.swish.default" in log.names
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_transforms_around_the_model_run_it_as_it_is_with_a_warning(transform: Any):
+    (x,) = rows(0)
+    model = applied(attending, layers=1)
+    call = fxremat.compile(model, x, "min")
+
+    def derivatives(module: nn.Module) -> Any:
+        def summed(parameters: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(module, parameters, (x,)).square().sum()
+
+        return transform(summed)(dict(model.named_parameters()))
+
+    with pytest.warns(fxremat.BudgetWarning, match="transform of torch.func"):
+        found = derivatives(call)
+    expected = derivatives(model)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_vmap_around_the_model_runs_it_as_it_is_with_a_warning():
+    (x,) = rows(0)
+    model = applied(lambda layers, row: layers[1](layers[0](row).relu()))
+    call = fxremat.compile(model, x, "min")
+    with pytest.warns(fxremat.BudgetWarning, match="transform of torch.func"):
+        found = torch.vmap(call)(x.view(4, -1, WIDTH))
+    assert torch.equal(found, torch.vmap(model)(x.view(4, -1, WIDTH)))
+
+
+def scanned(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    from torch._higher_order_ops.scan import scan
+
+    for layer in layers:
+        _, x = scan(lambda last, row: (last / 2 + row, (last + row).tanh()), x[0] * 0, layer(x))
+    return x
+
+
+@pytest.mark.slow
+def test_scan_trains_and_where_it_is_not_planned_a_warning_says_so():
+    subject = Subject(lambda: applied(scanned, layers=1), rows)
+    expected, found = train(subject, by_torch), train(subject, within(1.0))
+    assert found.bits == expected.bits
+    assert found.planned or "scan runs a nested graph" in "".join(found.learned)

@@ -58,4 +58,9 @@ def subject(name: str) -> Callable[[], Subject]:
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_train(name: str, budget: Any):
-    check(subject(name), budget, learns="bitsandbytes 8-bit" in name)
+    check(
+        subject(name),
+        budget,
+        learns="bitsandbytes 8-bit" in name,
+        uncounted_bytes=64 * 14 if "bitsandbytes 4-bit" in name else 0,  # a table for each weight
+    )
