@@ -75,3 +75,10 @@ def test_a_measured_step_counts_what_a_wrapper_holds():
     tensors = [x, *model.parameters()]
     parts = [part for tensor in tensors for part in torch_compat.dense_parts(tensor)]
     assert step.resident_bytes == sum(part.nbytes for part in parts)
+
+
+def test_an_estimate_counts_what_a_wrapper_holds():
+    found = fxremat.estimate(adapted(), rows(0), device="cpu", loss=torch.sum)
+    torch._dynamo.reset()
+    planned = fxremat.plan(adapted(), *rows(0), 1.0, loss=torch.sum)
+    assert found.peak_bytes == planned.baseline_peak_bytes

@@ -154,13 +154,14 @@ def _caller(
     if unused is not None:
         unused = replace(unused, dropped=options.drop_unused)
     tensors = (*model.parameters(), *model.buffers(), *(t for _, t in sample.tensors()))
+    parts = [part for tensor in tensors for part in torch_compat.dense_parts(tensor)]
     caller = Caller(
         reserve_bytes=options.reserve_bytes,
         accumulate=options.accumulate,
         loss_bytes=needs.nbytes if needs else None,
         loss_left_bytes=needs.left_bytes if needs else 0,
         target_bytes=target_bytes(loss, model, sample, HOME, step=device),
-        resident=tuple(_placed(t, device) for t in tensors),
+        resident=tuple(_placed(part, device) for part in parts),
         budget_on=options.budget_on,
         library_bytes=asked.device.workspaces_bytes,
     )

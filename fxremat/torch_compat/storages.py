@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -42,6 +42,17 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     Its own storage has a nominal size and no memory.
     """
     return type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
+
+
+def rewrapped(wrapper: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of the class of ``wrapper`` that wraps replacements of its tensors."""
+    names, about = wrapper.__tensor_flatten__()
+    parts = {name: getattr(wrapper, name) for name in names}
+    new = {n: replacement(p) if isinstance(p, torch.Tensor) else p for n, p in parts.items()}
+    made = type(wrapper).__tensor_unflatten__(new, about, wrapper.shape, wrapper.stride())
+    if isinstance(wrapper, torch.nn.Parameter):
+        return torch.nn.Parameter(made, wrapper.requires_grad)
+    return cast(torch.Tensor, made.requires_grad_(wrapper.requires_grad))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
