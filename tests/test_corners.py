@@ -296,3 +296,12 @@ def test_a_model_without_a_gradient_is_refused():
 
     with pytest.raises(CaptureError, match="nothing with a gradient"):
         fxremat.compile(Applied(forward, nn.Linear(16, 16)), torch.randn(64, 16), "min")
+
+
+def test_a_loss_of_spread_outputs_is_measured_in_the_first_steps(mesh: Any):
+    """It cannot be tried on dense zeros."""
+    model, x = spread(mesh, False)
+    call = fxremat.compile(model, x, 1.0, loss=lambda output: output.to_local().square().sum())
+    for _ in range(2):
+        call(x).to_local().square().sum().backward()
+    assert fxremat.plan_of(call).budget_bytes > 0

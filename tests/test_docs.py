@@ -46,6 +46,16 @@ def kind_of(name: str) -> type:
     return found if isinstance(found, type) else object
 
 
+def test_each_test_that_works_with_names_exists() -> None:
+    page = (ROOT / "docs/works-with.md").read_text()
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page))
+    assert len(named) > 20
+    for path, function in named:
+        tree = ast.parse((ROOT / path).read_text())
+        defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        assert function in defined, (path, function)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):

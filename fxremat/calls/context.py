@@ -67,7 +67,7 @@ def context_fields(
         new_workspace_bytes(graph) if on_cuda else 0,
         # Blocks on the device are each process's own.
         loop.slack_bytes(graph.device) if on_cuda and not together else 0,
-        loop.spread_bytes() if graph.signature.passed else 0,
+        loop.wrapped_bytes() if graph.has_wrappers else 0,
         0 if together else _buffer_bytes(graph, values, sizes),
     )
     return fields, leaves

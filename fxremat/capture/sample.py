@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -169,7 +170,7 @@ def call_without_data(model: nn.Module, sample: Sample, *, gradients: bool = Fal
     def fake_copy(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or torch_compat.is_fake(value):
             return value
-        return mode.from_tensor(value)
+        return _with_attributes(mode.from_tensor(value), value)
 
     args, kwargs = pytree.tree_map(fake_copy, (sample.args, sample.kwargs))
     state = {name: fake_copy(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
@@ -199,6 +200,14 @@ def call_without_data(model: nn.Module, sample: Sample, *, gradients: bool = Fal
         del raised  # this frame would be in a cycle with it
 
 
+def _with_attributes(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``made``, a copy of ``tensor``, with the attributes that its users have set."""
+    if torch_compat.is_plain(tensor):
+        missing = vars(tensor).keys() - vars(made).keys()
+        vars(made).update({name: vars(tensor)[name] for name in missing})
+    return made
+
+
 def model_error(model: nn.Module, call: Sample) -> Exception | None:
     """Return the exception that the model itself raises at a call, or ``None`` if it raises none.
 
@@ -211,7 +220,11 @@ def model_error(model: nn.Module, call: Sample) -> Exception | None:
     def copied(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.detach().clone().requires_grad_(value.requires_grad)
+        is_simple = torch_compat.is_plain(value) or torch_compat.is_wrapper(value)
+        if value.is_leaf and not is_simple:
+            return copy.deepcopy(value)
+        clone = value.detach().clone().requires_grad_(value.requires_grad)
+        return _with_attributes(clone, value)
 
     raised: Exception | None = None
     for enabled in (False, True):

@@ -114,6 +114,7 @@ class Graph:
         sent: by sizes, for each variant, candidates of other contexts that move storages to host
             memory.
         modules: emitted blocks, shared by all plans.
+        has_wrappers: the model has tensors of wrapper subclasses.
         started: the plan of the captured call has been made.
         bound: its processes follow the same plans at all calls.
         estimated: sizes whose workspaces could not be measured.
@@ -163,6 +164,7 @@ class Graph:
         self.places = places or {}
         self.dimensions: tuple[Dimension, ...] = dimensions_of(primals, self.sizes, self.places)
         self.inputs, self.caller, self.peers = inputs, caller, peers
+        self.has_wrappers = any(map(torch_compat.is_wrapper, caller.resident))
         self.roles = roles or roles_of(inputs, caller.resident, self.places)
         self.optimizer_bytes = sum(caller.held_bytes)
         self.model, self._from_data = model, from_data

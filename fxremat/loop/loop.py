@@ -22,7 +22,7 @@ from fxremat.loop.optimizers import Optimizers
 from fxremat.loop.outside import Outside
 from fxremat.options.budget import TrainingBudget
 from fxremat.passes.joint.graph import allocated_bytes
-from fxremat.planner.context.context_bytes import Caller, spread_gradient_bytes
+from fxremat.planner.context.context_bytes import Caller, wrapped_gradient_bytes
 from fxremat.ranks.peers import Peers
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.profile import Watcher
@@ -172,7 +172,7 @@ class Loop:
             return
         held = HeldBytes(device)
         for tensor in self.held_tensors():
-            held.add(torch_compat.local_part(tensor))
+            held.add(tensor)
         for value in inputs:
             held.add(value)
         peak_bytes = held.nbytes + sum(library_workspaces(device)) + measuring_bytes
@@ -225,7 +225,7 @@ class Loop:
         if total_bytes > self._all_slack_bytes:
             self._all_slack_bytes = total_bytes
             tensors = (*self.call.resident(), *self.optimizers.tensors())
-            blocks = torch_compat.blocks_of(map(torch_compat.local_part, tensors), device)
+            blocks = torch_compat.blocks_of(tensors, device)
             nbytes = sum(size - allocated_bytes(asked, device) for size, asked in blocks)
             self._slack_bytes = max(self._slack_bytes, nbytes)
         return self._slack_bytes
@@ -240,6 +240,6 @@ class Loop:
             return None
         return max(0, self.host.nbytes - self.host.lent_bytes - later_bytes)
 
-    def spread_bytes(self) -> int:
-        """Return the bytes of this process's parts of existing gradients of distributed tensors."""
-        return spread_gradient_bytes(self.call.resident())
+    def wrapped_bytes(self) -> int:
+        """Return the bytes of existing gradients of tensors of wrapper subclasses."""
+        return wrapped_gradient_bytes(self.call.resident())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import types
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +24,17 @@ SMALL = 1 << 14
 """The most elements of a parameter of which a trial step is made as it is; larger ones get a
 stand-in."""
 
-PRIMES = ((), (16411,), (127, 131), (23, 29, 31), (11, 13, 17, 19), (7, 11, 13, 17, 19))
-"""Sizes of a stand-in, by its number of dimensions: a size of its state shows which one it
-follows."""
-
-CONSTANT = 8
-"""State of at most this many elements is assumed to have as many for every parameter."""
+SIZES = (
+    (),
+    (16640,),
+    (176, 208),
+    (48, 80, 112),
+    (16, 48, 5, 7),
+    (16, 48, 5, 7, 11),
+)
+"""Sizes of a stand-in, by its number of dimensions. They are distinct, so that a size of its state
+shows which one it follows. It has more than 4096 elements, and whole blocks of 256: smaller
+parameters, and others, are not quantized by usual 8-bit optimizers."""
 
 StateBytes = Mapping[int, tuple[int, ...]]
 """Bytes of each tensor of state, by the ``id`` of its parameter."""
@@ -52,7 +60,7 @@ def optimizer_bytes(
     state_bytes: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
     for optimizer in optimizers:
         instance = _instance_of(optimizer, model)
-        trials: dict[object, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        trials: dict[object, Trial] = {}
         for number, group in enumerate(instance.param_groups):
             for parameter in group["params"]:
                 local = torch_compat.local_part(parameter)
@@ -61,9 +69,9 @@ def optimizer_bytes(
                     key = number, parameter.dtype, parameter.device, _stand_in_shape(local)
                     if key not in trials:
                         trials[key] = _try_step(instance, group, local)
-                    sizes = list(_sizes_for(local, *trials[key]))
+                    sizes = list(trials[key].sizes_for(local))
                 else:
-                    sizes = [torch_compat.nbytes_of(torch_compat.local_part(v)) for v in state]
+                    sizes = [torch_compat.nbytes_of(v) for v in state]
                 # The allocator rounds each tensor by itself.
                 state_bytes[id(parameter)] += tuple(
                     allocated_bytes(nbytes, parameter.device) for nbytes in sizes
@@ -79,14 +87,14 @@ def counted_state(
     Args:
         state: the state of all optimizers.
         model: the model that trains. State of parameters of another network is always counted.
-        gradients: local parts of the parameters that the captured step computes a gradient of:
+        gradients: dense parts of the parameters that the captured step computes a gradient of:
             others of the model never get state. ``None``: not all of the step is captured.
     """
     left_out: set[int] = set()
     if gradients is not None:
         used = {torch_compat.storage_key(t) for t in gradients}
         for parameter in model.parameters():
-            if torch_compat.storage_key(torch_compat.local_part(parameter)) not in used:
+            if used.isdisjoint(torch_compat.storages_of(parameter)):
                 left_out.add(id(parameter))
     return tuple(n for own, sizes in state.items() if own not in left_out for n in sizes)
 
@@ -150,70 +158,134 @@ def _existing_state(
 def _stand_in_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the small tensor that stands for ``parameter`` in a trial step.
 
-    Its sizes are distinct primes, so that a size of the state shows which one it follows.
+    Its sizes are distinct, so that a size of the state shows which one it follows.
     """
     shape = tuple(parameter.shape)
     if parameter.numel() <= SMALL:
         return shape
-    primes = iter(PRIMES[min(len(shape), len(PRIMES) - 1)])
+    sizes = iter(SIZES[min(len(shape), len(SIZES) - 1)])
     by_size: dict[int, int] = {}
     for size in shape:
         if size > 1 and size not in by_size:
-            by_size[size] = next(primes, 1)
+            by_size[size] = next(sizes, 1)
     return tuple(by_size.get(size, size) for size in shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The state that a trial step has made for a small tensor, and for one of twice its size.
+
+    Attributes:
+        probe: the small tensor that stands for a parameter. The first of its sizes that is more
+            than 1 is doubled in the other tensor.
+        state: the dense tensors of its state that are on its device.
+        doubled: those of the other tensor, in the same order.
+    """
+
+    probe: torch.Tensor
+    state: list[torch.Tensor]
+    doubled: list[torch.Tensor]
+
+    def sizes_for(self, parameter: torch.Tensor) -> Iterator[int]:
+        """Yield the bytes of each tensor of state of ``parameter``."""
+        if parameter.shape == self.probe.shape:
+            yield from (value.nbytes for value in self.state)
+            return
+        real = dict(zip(self.probe.shape, parameter.shape, strict=True))
+        count, probed = parameter.numel(), self.probe.numel()
+        for value, doubled in zip(self.state, self.doubled, strict=True):
+            kept = value.numel()
+            if kept == probed:
+                elements = count
+            elif all(size == 1 or size in real for size in value.shape):
+                elements = math.prod(real.get(size, size) for size in value.shape)
+            elif kept == doubled.numel():
+                elements = kept
+            else:  # one for each block of elements
+                elements = math.ceil(count * kept / probed)
+            yield elements * value.element_size()
 
 
 def _try_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Make a trial step on a small tensor that stands for ``parameter``.
-
-    Returns that tensor, and the state on its device that the step has made.
-    """
-    shape, dtype, device = _stand_in_shape(parameter), parameter.dtype, parameter.device
-    probe = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
-    probe.grad = torch.ones_like(probe)
-    trial = copy.copy(optimizer)
+) -> Trial:
+    """Make a trial step of a copy of ``optimizer`` on tensors that stand for ``parameter``."""
+    shape = _stand_in_shape(parameter)
+    larger = list(shape)
+    if shape != tuple(parameter.shape):
+        first = next(i for i, size in enumerate(shape) if size > 1)
+        larger[first] *= 2
+    probes = [
+        torch.zeros(own, dtype=parameter.dtype, device=parameter.device, requires_grad=True)
+        for own in (shape, larger)
+    ]
+    for probe in probes:
+        probe.grad = torch.ones_like(probe)
+    trial = copied_optimizer(optimizer)
     trial.state = defaultdict(dict)
-    trial.param_groups = [{**group, "params": [probe]}]
+    trial.param_groups = [{**group, "params": probes}]
     try:
-        torch_compat.step_unseen(trial)
+        with _gradients_hidden(optimizer):
+            torch_compat.step_unseen(trial)
     except Exception as error:  # of the user's class
         name = type(optimizer).__name__
         raise _refused(
             optimizer, f"the state of {name} cannot be measured by a trial step ({error})"
         ) from error
-    kept = trial.state[probe].values()
-    state = [v for v in kept if isinstance(v, torch.Tensor) and v.device == probe.device]
-    return probe, state
+    state, doubled = (
+        [
+            part
+            for value in trial.state[probe].values()
+            if isinstance(value, torch.Tensor) and value.device == probe.device
+            for part in torch_compat.dense_parts(value)
+        ]
+        for probe in probes
+    )
+    return Trial(probes[0], state, doubled)
 
 
-def _sizes_for(
-    parameter: torch.Tensor, probe: torch.Tensor, state: Iterable[torch.Tensor]
-) -> Iterator[int]:
-    """Yield the bytes of each tensor of state of ``parameter``, computed from a trial step.
+def copied_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return a shallow copy of an optimizer that also has the attributes of its own class.
 
-    Args:
-        parameter: the parameter.
-        probe: the small tensor that stood for it.
-        state: the state that the trial step has made for ``probe``.
+    Containers and tensors among these are copied, so that a step of the copy does not change them.
+
+    Raises:
+        ArgumentError: the optimizer wraps another one, whose step would change the parameters.
     """
-    if parameter.shape == probe.shape:
-        yield from (value.nbytes for value in state)
-        return
-    real = dict(zip(probe.shape, parameter.shape, strict=True))
-    count, probed = parameter.numel(), probe.numel()
-    for value in state:
-        kept = value.numel()
-        if kept == probed:
-            elements = count
-        elif kept > CONSTANT and all(size == 1 or size in real for size in value.shape):
-            elements = math.prod(real.get(size, size) for size in value.shape)
-        elif kept > CONSTANT:  # one for each block of elements
-            elements = math.ceil(count * kept / probed)
-        else:
-            elements = kept
-        yield elements * value.element_size()
+    made = copy.copy(optimizer)  # by ``__getstate__``, which leaves out what the class has added
+    for name, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            raise _refused(
+                optimizer, f"the {type(optimizer).__name__} wraps a {type(value).__name__}"
+            )
+        is_bound = isinstance(value, (types.MethodType, types.FunctionType))  # by a scheduler
+        if name not in vars(made) and not is_bound:
+            vars(made)[name] = _copied(value)
+    return made
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: _copied(own) for key, own in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_copied, value))
+    return value
+
+
+@contextlib.contextmanager
+def _gradients_hidden(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Take the gradients of an optimizer's parameters away, so that no step can change these."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    hidden = [(p, p.grad) for p in parameters if p.grad is not None]
+    for parameter, _ in hidden:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
 
 
 def _refused(optimizer: object, why: str) -> ArgumentError:

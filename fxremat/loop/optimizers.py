@@ -164,12 +164,8 @@ class Optimizers:
 
     def _add_up_state(self, optimizer: torch.optim.Optimizer, measured: _Measured) -> None:
         """Set ``measured.nbytes`` to the bytes of the optimizer's state on the model's device."""
-        state_bytes = sum(
-            allocated_bytes(nbytes, tensor.device)
-            for tensor in map(torch_compat.local_part, _state_of(optimizer))
-            if tensor.device == self._device
-            for nbytes in torch_compat.storages_of(tensor).values()
-        )
+        sizes = torch_compat.storages_on(self._device, _state_of(optimizer)).values()
+        state_bytes = sum(allocated_bytes(nbytes, self._device) for nbytes in sizes)
         if state_bytes != measured.nbytes or measured.steps == 1:
             measured.nbytes, self.has_news = state_bytes, True
 
@@ -185,8 +181,7 @@ class Optimizers:
             return
         tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
         tensors += [p.grad for p in model.parameters() if p.grad is not None]
-        local = map(torch_compat.local_part, tensors)
-        held = sum(torch_compat.nbytes_of(t) for t in local if t.device == self._device)
+        held = sum(torch_compat.nbytes_of(t) for t in tensors if t.device == self._device)
         held += self.state_bytes
         if temporary_bytes and excess_bytes(held + temporary_bytes, budget):
             groups = optimizer.param_groups

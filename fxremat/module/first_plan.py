@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
 from fxremat.capture.errors import frames_removed
@@ -145,7 +146,8 @@ def _loss_needs(
         if error and not torch_compat.may_be_the_models(torch_compat.failure_cause(error)):
             return None
     outputs = call_without_data(model, call)
-    if outputs is None:
+    tensors = (value for value in tree_leaves(outputs) if isinstance(value, torch.Tensor))
+    if outputs is None or not all(map(torch_compat.is_dense, tensors)):
         return None
     if options.loss is not None:
         return needs_of_loss(options.loss, outputs)

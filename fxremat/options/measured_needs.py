@@ -94,7 +94,7 @@ def _measured(
         if not isinstance(value, torch.Tensor):
             return value
         made[index] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-        return made[index].requires_grad_(value.is_floating_point())
+        return made[index].requires_grad_(value.is_floating_point() or value.is_complex())
 
     with contextlib.ExitStack() as stack:
         log: Any

@@ -40,7 +40,7 @@ def region_context(
         kept_bytes=0,
         state_bytes=0,
         networks_bytes=0,
-        spread_bytes=0,
+        wrapped_bytes=0,
         correction=correction,
         region=True,
         host_bytes=host_bytes,

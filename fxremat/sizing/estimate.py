@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +20,7 @@ from fxremat.graph.graph import Graph
 from fxremat.graph.memory_record import roles_of
 from fxremat.graph.pools import all_pools
 from fxremat.ir import MeasuredLink
-from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
+from fxremat.loop.optimizer_state import copied_optimizer, counted_state, optimizer_bytes
 from fxremat.options.arguments import Arguments
 from fxremat.options.budget import Budget, TrainingBudget
 from fxremat.options.loss import Compared, LossOfOutputs, own_loss, target_bytes
@@ -156,13 +155,14 @@ def _caller(
     if unused is not None:
         unused = replace(unused, dropped=options.drop_unused)
     tensors = (*model.parameters(), *model.buffers(), *(t for _, t in sample.tensors()))
+    parts = [part for tensor in tensors for part in torch_compat.dense_parts(tensor)]
     caller = Caller(
         reserve_bytes=options.reserve_bytes,
         accumulate=options.accumulate,
         loss_bytes=needs.nbytes if needs else None,
         loss_left_bytes=needs.left_bytes if needs else 0,
         target_bytes=target_bytes(loss, model, sample, HOME, step=device),
-        resident=tuple(_placed(t, device) for t in tensors),
+        resident=tuple(_placed(part, device) for part in parts),
         budget_on=options.budget_on,
         library_bytes=asked.device.workspaces_bytes,
     )
@@ -211,7 +211,7 @@ def _state_bytes(
     for optimizer in optimizers:
         own = optimizer
         if isinstance(optimizer, torch.optim.Optimizer):
-            own = copy.copy(optimizer)
+            own = copied_optimizer(optimizer)
             own.param_groups = [
                 {**group, "params": list(map(alike, group["params"]))}
                 for group in optimizer.param_groups

@@ -71,7 +71,10 @@ class FakeCopies:
                     f"a tensor of shape {tuple(value.shape)} has layout {value.layout}, but only "
                     "dense tensors can be estimated: pass a dense tensor"
                 )
-            made = torch_compat.fake_copy(value, self.mode, self._storages, HOME)
+            if torch_compat.is_wrapper(value):
+                made = torch_compat.rewrapped(value, self.of)
+            else:
+                made = torch_compat.fake_copy(value, self.mode, self._storages, HOME)
             self._known[id(value)] = value, made  # it must live: ids are used again
             self._known[id(made)] = made, made
         return self._known[id(value)][1]

@@ -18,9 +18,9 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxremat.torch_compat.modes import in_dispatch_mode
+from fxremat.torch_compat.storages import is_wrapper, wrapped_tensors
 from fxremat.torch_compat.symbols import hint_of
 
 
@@ -340,10 +340,9 @@ def sizes_vary(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 def _parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield ``tensor``, and the tensors that it wraps if it is of a wrapper subclass."""
     yield tensor
-    wrapper: Any = tensor
-    if is_traceable_wrapper_subclass(wrapper):
-        for name in wrapper.__tensor_flatten__()[0]:
-            yield from _parts_of(getattr(wrapper, name))
+    if is_wrapper(tensor):
+        for part in wrapped_tensors(tensor):
+            yield from _parts_of(part)
 
 
 _compiling = threading.local()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxremat.torch_compat.modes import real_execution
 
@@ -43,17 +44,56 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the dense tensors that hold the data of a tensor.
 
     For a dense tensor that is the tensor itself; for a sparse one, its indices and its values; for
-    a bundle, also what it holds. The result is empty if torch does not expose the tensor's memory.
+    a bundle, also what it holds; for one of a wrapper subclass, such as a quantized weight, the
+    parts of the tensors that it wraps, and thus only this process's part of a distributed tensor.
+    The result is empty if torch does not expose the tensor's memory.
     """
     if type(tensor) is Bundle:
         tensors = (x for x in tensor.contents if isinstance(x, torch.Tensor))
         held = (part for x in tensors for part in dense_parts(x))
         return (tensor, *held)
+    if is_wrapper(tensor):
+        return tuple([part for own in wrapped_tensors(tensor) for part in dense_parts(own)])
     accessors = _SPARSE.get(tensor.layout)
     if accessors is None:
         return (tensor,) if torch._C._has_storage(tensor) else ()
     with real_execution(), torch.no_grad():  # a trace may be active, and these are operators
         return tuple([access(tensor) for access in accessors])
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor consists of other tensors, which a captured graph has as inputs.
+
+    Its own storage has a nominal size and no memory.
+    """
+    return type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
+
+
+def rewrapped(wrapper: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of the class of ``wrapper`` that wraps replacements of its tensors."""
+    names, about = wrapper.__tensor_flatten__()
+    parts = {name: getattr(wrapper, name) for name in names}
+    new = {n: replacement(p) if isinstance(p, torch.Tensor) else p for n, p in parts.items()}
+    made = type(wrapper).__tensor_unflatten__(new, about, wrapper.shape, wrapper.stride())
+    if isinstance(wrapper, torch.nn.Parameter):
+        return torch.nn.Parameter(made, wrapper.requires_grad)
+    return cast(torch.Tensor, made.requires_grad_(wrapper.requires_grad))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is strided and consists of no other tensors."""
+    return tensor.layout is torch.strided and not is_wrapper(tensor)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of no subclass, parameters aside."""
+    return type(tensor) in _PLAIN
+
+
+def wrapped_tensors(wrapper: Any) -> list[torch.Tensor]:
+    """Return the tensors that a tensor of a wrapper subclass consists of."""
+    parts = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
+    return [part for part in parts if isinstance(part, torch.Tensor)]  # others are meshes
 
 
 _Accessor = Callable[[torch.Tensor], torch.Tensor]
@@ -93,7 +133,7 @@ def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> dict[i
 
     Args:
         device: tensors on other devices are left out.
-        tensors: the tensors; of a distributed tensor, only this process's part counts.
+        tensors: the tensors.
 
     Returns:
         Bytes by the storage's identity, which holds while one of the tensors is alive.
@@ -101,15 +141,13 @@ def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> dict[i
     nbytes: dict[int, int] = {}
     on_cpu = device.type == "cpu"
     for tensor in tensors:
-        local = tensor if type(tensor) in _PLAIN else local_part(tensor)
-        if local.is_cpu if on_cpu else local.device == device:
-            if (
-                torch._C._has_storage(local) and type(local) is not Bundle
-            ):  # makes no dict, because this runs at each call
-                storage: Any = local.untyped_storage()
-                nbytes[storage._cdata] = storage.nbytes()
-            else:
-                nbytes |= storages_of(local)
+        if not (tensor.is_cpu if on_cpu else tensor.device == device):
+            continue
+        if type(tensor) in _PLAIN and torch._C._has_storage(tensor):
+            storage: Any = tensor.untyped_storage()  # makes no dict, because this runs at each call
+            nbytes[storage._cdata] = storage.nbytes()
+        else:
+            nbytes |= storages_of(tensor)
     return nbytes
 
 

@@ -1,6 +1,10 @@
 """A sample is one call; what no step can be captured of is refused."""
 
+from __future__ import annotations
+
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +92,42 @@ def test_what_the_model_raises_comes_out_as_it_is(caplog: pytest.LogCaptureFixtu
         call_without_data(nn.Linear(2, 2), Sample((X,)))
     assert caught.value.__context__ is None
     assert not caplog.records, "the error says it all"
+
+
+class Weight(nn.Parameter):
+    """A parameter of a class of its own, whose instances have a scale."""
+
+    def __new__(cls, data: Tensor, scale: float = 1.0) -> Weight:
+        made = super().__new__(cls, data)
+        made.scale = scale
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weight:
+        return Weight(self.data.clone(), self.scale)
+
+
+class Scaled(nn.Module):
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.weight.scale
+
+
+def attributed() -> nn.Parameter:
+    weight = nn.Parameter(torch.randn(3, 2))
+    weight.scale = 2.0
+    return weight
+
+
+@pytest.mark.parametrize("make", [attributed, lambda: Weight(torch.randn(3, 2), 2.0)])
+def test_attributes_of_parameters_are_there_in_a_call_without_data(
+    make: Callable[[], nn.Parameter],
+):
+    outputs = call_without_data(Scaled(make()), Sample((X,)))
+    assert outputs is None or outputs.shape == (4, 2)
+    fxremat.compile(Scaled(make()), X, "min", loss=torch.sum)(X).sum().backward()
 
 
 def test_outputs_that_depend_on_data_are_left_to_the_capture():

@@ -312,10 +312,10 @@ def test_prepare_refuses_what_it_cannot_plan() -> None:
 
 
 def test_what_shards_a_model_is_refused() -> None:
-    no, fsdp = accelerate.utils.DynamoBackend.NO, accelerate.DistributedType.FSDP
-    state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=no), distributed_type=fsdp)
-    with pytest.raises(fxremat.ArgumentError, match="FSDP"):
-        check_state(state)
+    plugin = SimpleNamespace(backend=accelerate.utils.DynamoBackend.NO)
+    for kind in (accelerate.DistributedType.FSDP, accelerate.DistributedType.DEEPSPEED):
+        with pytest.raises(fxremat.ArgumentError, match=kind.value):
+            check_state(SimpleNamespace(dynamo_plugin=plugin, distributed_type=kind))
     with pytest.raises(fxremat.ArgumentError, match="Sharding"):
         LightningCallback(BUDGET).setup(SimpleNamespace(strategy=Sharding()), Lit(Net()), "fit")
 

@@ -207,14 +207,50 @@ def test_other_threads_are_heard_during_a_trial_step():
         handle.remove()
 
 
-def test_an_optimizer_whose_step_needs_more_than_its_groups_is_refused():
-    class Own(torch.optim.SGD):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, 0.1)
-            self.scale = 2
+class Blockwise(torch.optim.Optimizer):
+    """Has attributes; its state is in blocks of so many elements, with a table for all of them."""
+
+    def __init__(self, parameters: Any, block: int) -> None:
+        super().__init__(parameters, {})
+        self.block, self.calls = block, [0]
+        self.table = torch.arange(256.0)
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls[0] += 1
+        self.table += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    blocked = parameter.numel() >= 4096 and parameter.numel() % self.block == 0
+                    kind = torch.uint8 if blocked else torch.float32
+                    blocks = parameter.numel() // self.block if blocked else 0
+                    self.state[parameter] = {
+                        "codes": torch.zeros_like(parameter, dtype=kind),
+                        "scales": torch.zeros(blocks),
+                        "table": self.table,
+                    }
+
+
+@pytest.mark.parametrize("size", [(512, 512), (64, 64), (5, 5), (65_536,), (128, 64, 3, 3)])
+def test_state_in_blocks_is_measured_without_a_trace(size: tuple[int, ...]):
+    parameter = nn.Parameter(torch.zeros(size))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = Blockwise([parameter], block=256)
+    (found,) = optimizer_bytes([optimizer], nn.ParameterList([parameter])).values()
+    assert optimizer.calls == [0] and torch.equal(optimizer.table, torch.arange(256.0))
+    assert parameter.grad is not None and not optimizer.state
+    optimizer.step()
+    assert sorted(found) == sorted(t.nbytes for t in optimizer.state[parameter].values())
+
+
+def test_an_optimizer_that_wraps_another_is_refused():
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+            self.inner = inner
 
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            return self.scale and super().step(closure)
+            return self.inner.step()
 
-    with pytest.raises(fxremat.ArgumentError, match=r"Own.*scale.*reserve="):
-        state_bytes(Own(MODEL.parameters()), MODEL)
+    with pytest.raises(fxremat.ArgumentError, match=r"Lookahead wraps a SGD.*reserve="):
+        state_bytes(Lookahead(torch.optim.SGD(MODEL.parameters(), 0.1)), MODEL)

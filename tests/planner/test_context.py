@@ -63,7 +63,7 @@ def test_those_that_are_cleared_are_there_in_the_forward_only():
 
 
 @pytest.mark.parametrize(
-    "name", ["waiting_bytes", "kept_bytes", "state_bytes", "spread_bytes", "buffer_bytes"]
+    "name", ["waiting_bytes", "kept_bytes", "state_bytes", "wrapped_bytes", "buffer_bytes"]
 )
 def test_what_others_hold_is_given(name: str):
     found = around(StepContext(waiting=2, **{name: 77}))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fxremat import torch_compat
+from tests.models.wrappers import Packed
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -35,3 +36,11 @@ def test_views_have_the_storage_of_their_base():
 
 def test_a_tensor_whose_memory_torch_does_not_show_has_no_storage():
     assert torch_compat.storages_of(torch.ones(3, 3).to_mkldnn()) == {}
+
+
+def test_a_wrapper_has_the_storages_of_what_it_wraps():
+    weight = Packed.of(torch.randn(6, 4))
+    found = torch_compat.storages_of(weight)
+    assert sum(found.values()) == torch_compat.nbytes_of(weight) == 6 * 4 + 6 * 4
+    assert torch_compat.storages_on(weight.device, [weight]) == found
+    assert torch_compat.storages_on(torch.device("meta"), [weight]) == {}

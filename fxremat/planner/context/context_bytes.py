@@ -197,7 +197,7 @@ def model_bytes(resident: Iterable[torch.Tensor], caller: Caller, device: torch.
     each = [*torch_compat.storages_on(device, (*tensors, *gradients)).values()]
     if caller.accumulate:
         made = [t for t in leaves if t.requires_grad and t.grad is None]
-        each += [torch_compat.nbytes_of(torch_compat.local_part(t)) for t in made]
+        each += [torch_compat.nbytes_of(t) for t in made]
     allocated = sum(allocated_bytes(nbytes, device) for nbytes in each)
     held = sum(caller.held_bytes) + sum(caller.target_bytes) + caller.reserve_bytes
     return allocated + held + sum(caller.library_bytes_on(device))
@@ -229,7 +229,7 @@ def _unread_bytes(
     Storages on other devices than the step's are left out.
     """
     counted = {key for t in real.values() for key in torch_compat.storages_of(t)}
-    for tensor in map(torch_compat.local_part, caller.resident):
+    for tensor in caller.resident:
         for key, nbytes in torch_compat.storages_of(tensor).items():
             if key not in counted and tensor.device == joint.device:
                 counted.add(key)
@@ -256,24 +256,25 @@ def _unread_gradient_bytes(real: Mapping[fx.Node, torch.Tensor], caller: Caller)
     """Yield the bytes of each ``.grad`` of tensors in ``caller.resident`` that are no primals."""
     read = {id(tensor) for tensor in real.values()}
     for tensor in caller.resident:
-        spread = torch_compat.local_part(tensor) is not tensor
-        if not spread and id(tensor) not in read and tensor.is_leaf and tensor.grad is not None:
+        if torch_compat.is_wrapper(tensor):
+            continue  # see wrapped_gradient_bytes
+        if id(tensor) not in read and tensor.is_leaf and tensor.grad is not None:
             for nbytes in torch_compat.storages_of(tensor.grad).values():
                 yield allocated_bytes(nbytes, tensor.device)
 
 
-def spread_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
-    """Return the bytes that this process holds of existing gradients of distributed tensors.
+def wrapped_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of existing gradients of tensors of wrapper subclasses.
 
     ``resident`` are parameters and buffers of the model, and arguments of its call. A graph reads
-    only the local part of a distributed tensor, which has no gradient itself.
+    only the tensors that these wrap, which have no gradient themselves.
     """
-    leaves = (t for t in resident if t.is_leaf and torch_compat.local_part(t) is not t)
-    parts = [torch_compat.local_part(leaf.grad) for leaf in leaves if leaf.grad is not None]
+    leaves = (t for t in resident if torch_compat.is_wrapper(t) and t.is_leaf)
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
     return sum(
-        allocated_bytes(nbytes, part.device)
-        for part in parts
-        for nbytes in torch_compat.storages_of(part).values()
+        allocated_bytes(nbytes, gradient.device)
+        for gradient in gradients
+        for nbytes in torch_compat.storages_of(gradient).values()
     )
 
 

@@ -76,7 +76,8 @@ class StepContext:
         workspace_bytes: bytes of library workspaces for threads and streams that ran no step before
             the capture.
         slack_bytes: bytes by which the blocks of existing tensors are larger than these tensors.
-        spread_bytes: bytes of this process's parts of existing gradients of distributed tensors.
+        wrapped_bytes: bytes of existing gradients of tensors of wrapper subclasses, such as
+            distributed ones.
         buffer_bytes: bytes by which the storages of inputs exceed the planned ones: an input that
             is a view of a larger buffer holds all of it.
         others_bytes: bytes of the budget that are reserved for further steps in flight.
@@ -105,7 +106,7 @@ class StepContext:
     bucket_bytes: tuple[int, ...] = ()
     workspace_bytes: int = 0
     slack_bytes: int = 0
-    spread_bytes: int = 0
+    wrapped_bytes: int = 0
     buffer_bytes: int = 0
     others_bytes: int = 0
     correction: Correction = NO_CORRECTION
@@ -144,7 +145,7 @@ class StepContext:
             + self.kept_bytes
             + self.state_bytes
             + self.networks_bytes
-            + self.spread_bytes
+            + self.wrapped_bytes
         )
 
     def around(self, base: ContextBytes) -> ContextBytes:
@@ -201,7 +202,7 @@ class StepContext:
             ("state of optimizers beyond what optimizer= says", max(0, self.state_bytes)),
             ("other networks of this process, and copies", self.networks_bytes),
             ("further steps in flight", self.others_bytes),
-            ("gradients of DTensors that exist", self.spread_bytes),
+            ("gradients of DTensors and other wrappers that exist", self.wrapped_bytes),
             ("buckets of DistributedDataParallel", sum(self.bucket_bytes)),
             ("workspaces of libraries for another thread or stream", self.workspace_bytes),
             ("blocks that are larger than what lies in them", self.slack_bytes),
