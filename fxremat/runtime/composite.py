@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
 import torch
 
 from fxremat import torch_compat
+from fxremat.runtime.operation import Operation, SharedOperations
 from fxremat.runtime.rng import redraw
 
-DIGITS = 12
-"""How many digits of its digest are in the name of a composite."""
 
-
-class Composite:
+class Composite(Operation):
     """Operations of a captured graph that run as one.
 
     Sizes of values inside may depend on data; results have sizes that do not. What other composites
     read of the values inside is in bundles (:class:`fxremat.torch_compat.Bundle`), which are the
-    last results. Equal composites are one object while it exists, see :func:`composite_of`.
+    last results. Equal composites are one object while it exists, see :data:`COMPOSITES`.
 
     Args:
         label: what it computes, for people.
@@ -45,17 +42,12 @@ class Composite:
         *,
         draws: tuple[Any, ...] = (),
     ) -> None:
-        self.__name__ = self.__qualname__ = f"{label}_{digest[:DIGITS]}"
-        self.__module__ = "fxremat.composites"
-        self.label, self.digest = label, digest
+        super().__init__(label, digest, "composites")
+        self.label = label
         self.draws, self.draws_random_numbers = draws, bool(draws)
         self.again = Redrawing(self)
         self._run = run
-        with _lock:
-            _composites.setdefault(digest, self)
-
-    def __repr__(self) -> str:
-        return self.__name__
+        COMPOSITES.add(self)
 
     def __call__(self, *given: Any) -> Any:
         """Run the operations, and return their results, or the only one."""
@@ -83,13 +75,8 @@ class Redrawing:
         return redraw(state, device, composite, *given)
 
 
-_composites: weakref.WeakValueDictionary[str, Composite] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-
-
-def composite_of(digest: str) -> Composite | None:
-    """Return the composite in this process that has this digest, or ``None``."""
-    return _composites.get(digest)
+COMPOSITES = SharedOperations()
+"""The composites of this process."""
 
 
 def value_of(bundle: torch_compat.Bundle, place: int) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,16 +12,14 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
-
-DIGITS = 12
-"""How many digits of its digest are in the name of an operation."""
+from fxremat.runtime.operation import Operation, SharedOperations
 
 
-class Nested:
+class Nested(Operation):
     """Calls a higher-order operator with graphs and constants that are always the same.
 
     The arguments of a call are what differs: tensors and numbers. Equal operations are one object,
-    see :func:`nested_of`. The name is unique to the operator with its graphs and constants.
+    see :data:`NESTED`.
 
     Args:
         function: the operator.
@@ -41,16 +37,11 @@ class Nested:
         structure: pytree.TreeSpec,
         places: Sequence[int],
     ) -> None:
-        self.__name__ = self.__qualname__ = f"{function.__name__}_{digest[:DIGITS]}"
-        self.__module__ = "fxremat.nested"
-        self.function, self.digest = function, digest
+        super().__init__(function.__name__, digest, "nested")
+        self.function = function
         self.graphs = tuple(item for item in template if isinstance(item, fx.GraphModule))
         self._template, self._structure, self._places = tuple(template), structure, tuple(places)
-        with _lock:
-            _NESTED.setdefault(digest, self)
-
-    def __repr__(self) -> str:
-        return self.__name__
+        NESTED.add(self)
 
     def __call__(self, *values: Any) -> Any:
         """Return the results of the operator for these arguments: one, or several in order.
@@ -111,11 +102,5 @@ def with_all_branches(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
-_NESTED: weakref.WeakValueDictionary[str, Nested] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
-
-
-def nested_of(digest: str) -> Nested | None:
-    """Return the operation in this process that has this digest, or ``None``."""
-    with _lock:
-        return _NESTED.get(digest)
+NESTED = SharedOperations()
+"""The operations of this process."""

@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, fx
 
 from fxremat import torch_compat
-
-DIGITS = 12
-"""How many digits of its digest are in the name of an operation."""
+from fxremat.runtime.operation import Operation
 
 
-class SparseOperation:
+class SparseOperation(Operation):
     """Runs a graph in which tensors are sparse, and returns its single result.
 
     Where that is a sparse tensor, plans have a dense tensor of bytes in its place, because a sparse
@@ -25,12 +23,8 @@ class SparseOperation:
     """
 
     def __init__(self, module: fx.GraphModule, digest: str) -> None:
-        self.__name__ = self.__qualname__ = f"sparse_{digest[:DIGITS]}"
-        self.__module__ = "fxremat.sparse"
+        super().__init__("sparse", digest, "sparse")
         self._module = module
-
-    def __repr__(self) -> str:
-        return self.__name__
 
     def __call__(self, *values: Any) -> Any:
         """Return the result of the graph; of fake tensors, the bytes in place of a sparse one."""

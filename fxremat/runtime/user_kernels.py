@@ -11,20 +11,17 @@ import torch
 from torch import Tensor
 
 from fxremat import torch_compat
-
-DIGITS = 12
-"""How many digits of its digest are in the name of a launch."""
+from fxremat.runtime.operation import Operation
 
 Made = tuple[Sequence[int], Sequence[int], torch.dtype, Any]
 """A tensor that a launch allocates before it writes to it: shape, strides, dtype, and the value of
 all elements, or ``None`` if they are not initialized. Its device is that of the other arguments."""
 
 
-class Launch:
+class Launch(Operation):
     """Launches a kernel that writes to copies of its arguments, and returns these copies.
 
-    Equal launches are one object, see :func:`launch_of`. The name is unique to the kernel, and does
-    not depend on tables of the process.
+    Equal launches are one object, see :func:`launch_of`.
 
     Args:
         kernel: name of the user's function.
@@ -53,9 +50,8 @@ class Launch:
         repeatable: bool,
         made: Sequence[str] = (),
     ) -> None:
-        self.__name__ = self.__qualname__ = f"{kernel}_{digest[:DIGITS]}"
-        self.__module__ = "fxremat.user_kernels"
-        self.kernel, self.digest, self.names = kernel, digest, tuple(names)
+        super().__init__(kernel, digest, "user_kernels")
+        self.kernel, self.names = kernel, tuple(names)
         self.written, self.made = tuple(written), tuple(made)
         self.tuned, self.repeatable = tuned, repeatable
         self._run = run
@@ -77,9 +73,6 @@ class Launch:
             repeatable=self.repeatable,
             made=names,
         )
-
-    def __repr__(self) -> str:
-        return self.__name__
 
     def __call__(self, grid: Sequence[Any], descriptors: Mapping[str, Any], *given: Any) -> Any:
         """Launch the kernel, and return the tensors of ``written``, or the only one."""

@@ -22,7 +22,7 @@ from fxremat.errors import DataSizesError
 from fxremat.passes.joint.data_groups import Grouping, is_check
 from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import copy_origin, tensors_of
-from fxremat.runtime.composite import Composite, bundled, composite_of, value_of
+from fxremat.runtime.composite import COMPOSITES, Composite, bundled, value_of
 
 BUNDLE = "fxremat_bundle"
 """Key of the metadata of nodes whose value is a bundle."""
@@ -255,7 +255,7 @@ class _Gathering:
         made.inner.output(tuple(outputs))
         _erase_unread(made.inner)
         digest = _digest(made)
-        shared = composite_of(digest)
+        shared: Composite | None = COMPOSITES.of(digest)
         if shared is not None:
             return shared
         operations = [n for n in made.inner.nodes if isinstance(n.target, torch._ops.OpOverload)]

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from fxremat import torch_compat
 from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import attribute_of, copy_of
-from fxremat.runtime.nested import Nested, flat, nested_of
+from fxremat.runtime.nested import NESTED, Nested, flat
 
 
 def with_nested(module: fx.GraphModule) -> fx.GraphModule:
@@ -101,7 +101,8 @@ def _nested(
     ]
     text = "\n".join([target_name(operator), str(structure), str(places), *items])
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return nested_of(digest) or Nested(operator, digest, template, structure, places)
+    shared: Nested | None = NESTED.of(digest)
+    return shared or Nested(operator, digest, template, structure, places)
 
 
 def graph_digest(module: fx.GraphModule) -> str:
