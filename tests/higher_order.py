@@ -227,7 +227,6 @@ NOT_BUILT = {
     "run_const_graph": EXPORT,
     "run_dtensor_rng_op": LATE,
     "run_with_rng_state": LATE,
-    "trace_wrapped": "compiled autograd makes it",
     "triton_kernel_wrapper_functional": GPU,
     "triton_kernel_wrapper_mutation": GPU,
     "while_loop_stack_output": "its sizes depend on data",
