@@ -126,7 +126,7 @@ def test_flex_attention_is_estimated_for_a_gpu_without_its_matrix_of_scores() ->
     step_bytes = estimate.peak_bytes - estimate.library_bytes - estimate.workspace_bytes
     assert step_bytes < batch * length * length * 4
     with pytest.raises(NotImplementedError, match="on CPU"):
-        fxremat.compile(model, x, "min", loss=sum_of_squares)
+        fxremat.compile(model, x, "min", loss=sum_of_squares)(x)
 
 
 def test_a_branch_that_the_sample_does_not_take_is_within_the_budget() -> None:
