@@ -1,4 +1,4 @@
-"""Mixtures of experts, whose sizes depend on data: peak and seconds beside ``aot_eager``.
+"""Mixtures of experts, whose sizes depend on data: peaks and seconds, compared with ``aot_eager``.
 
 Four layers of eight experts of width 256, top 2, 2 048 tokens, written as in public models: a loop
 in which each expert looks its tokens up, tokens sorted by expert and split into lists, and one

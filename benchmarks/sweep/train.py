@@ -92,9 +92,9 @@ def _compared(make: Make, expected: list[Left], *, split: str, sampled: bool = T
     if differs:
         row["differs"] = differs
     kinds = (BudgetWarning, GraphBreakWarning)
-    told = [each for each in caught if issubclass(each.category, kinds)]
-    if told:
-        row["warnings"] = [f"{w.category.__name__}: {w.message}"[:_KEPT] for w in told]
+    given = [each for each in caught if issubclass(each.category, kinds)]
+    if given:
+        row["warnings"] = [f"{w.category.__name__}: {w.message}"[:_KEPT] for w in given]
     fused = _fused(compiled[0])
     return {**row, "fused": fused} if fused else row
 
@@ -205,9 +205,9 @@ def difference(expected: list[Left], found: list[Left]) -> str | None:
     """The first difference, but for which NaN a NaN is."""
     pairs = enumerate(zip(expected, found, strict=True))
     for step, (one, other) in pairs:
-        told = first_difference(_alike(other), _alike(one))
-        if told:
-            return f"step {step}, {told}"
+        given = first_difference(_alike(other), _alike(one))
+        if given:
+            return f"step {step}, {given}"
     return None
 
 

@@ -40,7 +40,7 @@ def gather_data_sizes(
         module: the joint graph; it is not changed.
         forward_output_count: how many of its outputs belong to the forward.
         bounds: whether bundles are as large as they can be; otherwise they are as large as for
-            sizes of 1, and measurements tell more.
+            sizes of 1, and measurements replace these.
         may_break: whether the graph can be broken where such sizes are computed instead.
 
     Ensures: bits stay the same; a forward composite computes nothing of the backward.
