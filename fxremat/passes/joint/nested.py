@@ -108,7 +108,8 @@ def _nested(
 def graph_digest(module: fx.GraphModule) -> str:
     """Return a digest of what a graph computes, including the graphs and constants that it reads.
 
-    It is the same in all processes, and does not depend on the graph's inputs.
+    It is the same in all processes, unless a function or an object is among these, and does not
+    depend on the graph's inputs.
     """
     return hashlib.sha256("\n".join(_lines(module)).encode()).hexdigest()
 
@@ -127,8 +128,8 @@ def _lines(module: fx.GraphModule) -> Iterator[str]:
             value = attribute_of(module, node)
             if isinstance(value, fx.GraphModule):
                 yield graph_digest(value)
-            elif isinstance(value, torch.Tensor):
-                yield _content_digest(value)
+            else:
+                yield _content_digest(value) if isinstance(value, torch.Tensor) else str(value)
 
 
 def _content_digest(tensor: torch.Tensor) -> str:

@@ -37,7 +37,7 @@ class _Scan:
 
     Attributes:
         node: the scan.
-        states: the number of tensors that are passed from iteration to iteration, which are its
+        states: the tensors that the first iteration gets; those that the last one passes on are the
             first results.
         inputs: the tensors that have a row for each iteration.
         constants: the other tensors that it reads.
@@ -48,9 +48,9 @@ class _Scan:
     """
 
     node: fx.Node
-    states: int
+    states: list[fx.Node]
     inputs: list[fx.Node]
-    constants: list[Any]
+    constants: list[fx.Node]
     length: int
     ends: list[tuple[int, int]] = field(default_factory=list)
     pieces: list[dict[int, fx.Node]] = field(default_factory=list)
@@ -100,16 +100,22 @@ def _pairs(graph: fx.Graph) -> list[tuple[_Scan, _Scan]]:
     for (number, is_backward), own in scans.items():
         others = scans.get((number, True), [])
         is_pair = not is_backward and number is not None and len(own) == len(others) == 1
-        if is_pair and own[0].length == others[0].length:
+        if is_pair and own[0].length == others[0].length and all(map(_reads_tensors, own + others)):
             pairs.append((own[0], others[0]))
     return pairs
+
+
+def _reads_tensors(scan: _Scan) -> bool:
+    """Return whether all arguments of a scan are tensors, so that pieces are called alike."""
+    read = [*scan.states, *scan.inputs, *scan.constants]
+    return all(isinstance(n, fx.Node) and is_tensor(n) for n in read)
 
 
 def _scan_of(node: fx.Node) -> _Scan:
     nested: Any = node.target
     (_body, states, inputs, constants), _ = nested.arguments(node.args)
     length = int(inputs[0].meta["val"].shape[0]) if inputs else 0
-    return _Scan(node, len(states), [*inputs], [*constants], length)
+    return _Scan(node, [*states], [*inputs], [*constants], length)
 
 
 def _cut_pair(forward: _Scan, backward: _Scan, count: int, numbers: Any) -> None:
@@ -130,15 +136,15 @@ def _cut_pair(forward: _Scan, backward: _Scan, count: int, numbers: Any) -> None
 
 def _cut(scan: _Scan, other: _Scan | None) -> None:
     """Add the pieces of ``scan`` to its graph; ``other`` is the scan whose results it may read."""
-    states: list[Any] = list(scan.node.args[: scan.states])
+    states = scan.states
     rows: dict[tuple[fx.Node, int, int], fx.Node] = {}
     for number, (begin, end) in zip(scan.numbers, scan.ends, strict=True):
         writer = _Writer(scan.node, number)
         inputs = [_rows(x, begin, end, scan, other, writer, rows) for x in scan.inputs]
         made = writer.call(scan.node.target, (*states, *inputs, *scan.constants))
-        used = {*range(scan.states), *(value.args[1] for value in values_of(scan.node))}
+        used = {*range(len(states)), *(value.args[1] for value in values_of(scan.node))}
         results = {i: writer.call(operator.getitem, (made, i)) for i in sorted(used)}
-        states = [results[i] for i in range(scan.states)]
+        states = [results[i] for i in range(len(states))]
         scan.pieces.append(results)
 
 
@@ -179,7 +185,7 @@ def _join(scan: _Scan) -> None:
         index: Any = value.args[1]
         if value.users:
             parts = [piece[index] for piece in scan.pieces]
-            is_state = index < scan.states
+            is_state = index < len(scan.states)
             new = parts[-1] if is_state else writer.call(aten.cat.default, (parts, 0))
             value.replace_all_uses_with(new)
         scan.node.graph.erase_node(value)
