@@ -188,7 +188,7 @@ def test_what_breaks_the_graph_is_named():
     )
     picks = Picks()
     refuse(
-        fxremat.CaptureError,
+        fxremat.DataSizesError,
         lambda: fxremat.compile(picks, X, "min", regions="one"),
         picks,
         "x.sum(1) > 0",

@@ -110,7 +110,7 @@ def test_it_fits_down_to_the_last_byte(below: int, fits: bool) -> None:
     assert estimate(least_bytes - below).fits is fits
 
 
-def test_shapes_that_depend_on_data_are_named() -> None:
+def test_shapes_that_depend_on_data_inside_the_graph_are_estimated() -> None:
     class Picks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -121,8 +121,8 @@ def test_shapes_that_depend_on_data_are_named() -> None:
 
     with torch.device("meta"):
         model, x = Picks(), torch.empty(4, 8)
-    with pytest.raises(fxremat.CaptureError):
-        fxremat.estimate(model, x, device="A100")
+    estimate = fxremat.estimate(model, x, device="A100")
+    assert estimate.least_budget_bytes <= estimate.peak_bytes
 
 
 # pytorch#197838: budgets that are monotone in the real peak
