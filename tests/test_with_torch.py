@@ -142,7 +142,10 @@ def test_a_sparse_output_is_held_and_counted(budget: Any):
     subject = Subject(lambda: applied(sparse), rows, loss=lambda out: torch.sparse.sum(2 * out))
     expected, found = train(subject, by_torch), train(subject, within(budget))
     assert found.bits == expected.bits
-    assert found.planned and found.peak_bytes <= found.budget_bytes
+    if found.planned:
+        assert found.peak_bytes <= found.budget_bytes
+    else:  # Dynamo may capture nothing of code that makes a sparse tensor
+        assert any("nothing is planned" in warning for warning in found.learned)
 
 
 def embedded() -> nn.Module:
