@@ -4,6 +4,9 @@ Each model has linear layers of width 256, each followed by a function that lead
 operator. Steps with everything kept are interleaved with those of ``aot_eager``, in one process and
 one thread. A budget is a share of the peak with everything kept, or the least one.
 Run: OMP_NUM_THREADS=1 python -m benchmarks.higher_order [names …] [--rounds N]
+
+With ``--pieces`` it measures the least budget of a recurrent network of 256 iterations instead, by
+the most pieces of a scan: python -m benchmarks.higher_order --pieces 1 4 8
 """
 
 from __future__ import annotations
@@ -19,8 +22,11 @@ from torch import nn
 
 import fxremat
 from benchmarks.common import interleave, keep_freed_memory, ratios, save, show
+from fxremat.passes.joint import scans
 from tests.higher_order import TRAINS, VARIANTS, Layers
+from tests.higher_order import WIDTH as RECURRENT_WIDTH
 from tests.models.zoo import sum_of_squares
+from tests.test_higher_order import Recurrent
 
 FUNCTIONS = {**TRAINS, **VARIANTS}
 
@@ -89,12 +95,38 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     return row
 
 
+def measure_pieces(count: int) -> dict[str, Any]:
+    """Measure the least budget of a recurrent network whose scan is cut into ``count`` pieces."""
+    before, scans.MOST_PIECES = scans.MOST_PIECES, count
+    torch._dynamo.reset()
+    try:
+        model, x = Recurrent(), torch.ones(256, 8, RECURRENT_WIDTH)
+        call = fxremat.compile(model, x, "min", loss=sum_of_squares, assume="strict")
+        step_of(model, call, x)
+        run = functools.partial(step_of, model, call, x)
+        peak_bytes = fxremat.measure_step(model, run).peak_bytes
+    finally:
+        scans.MOST_PIECES = before
+    return {
+        "pieces": count,
+        "full_bytes": call.plan.baseline_peak_bytes,
+        "least_budget_bytes": call.plan.least_budget_bytes,
+        "peak_bytes": peak_bytes,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(FUNCTIONS))
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--pieces", type=int, nargs="+")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.pieces:
+        pieces = [measure_pieces(count) for count in options.pieces]
+        save("scans", {"rows": pieces})
+        show("pieces of a scan", list(pieces[0]), [[str(x) for x in r.values()] for r in pieces])
+        return
     keep_freed_memory()
     results = []
     for name in options.names:

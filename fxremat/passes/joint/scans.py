@@ -23,7 +23,7 @@ from fxremat.runtime.nested import Nested
 
 aten = torch.ops.aten
 
-MOST_PIECES = 8
+MOST_PIECES = 4
 """The most pieces of a scan. Each piece more divides what is kept at once, and adds a state."""
 
 LEAST_ITERATIONS = 16
