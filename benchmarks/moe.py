@@ -48,26 +48,26 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) * 0.02)
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and indices of the experts of each token."""
+        """Return the weights and indices of the experts of each token."""
         weights, chosen = self.router(x).softmax(-1).topk(TOP)
         return weights / weights.sum(-1, keepdim=True), chosen
 
     def expert(self, index: int, x: Tensor) -> Tensor:
-        """What one expert makes of its tokens."""
+        """Return what one expert makes of its tokens."""
         return nn.functional.silu(x @ self.up[index]) @ self.down[index]
 
     def sorted_by_expert(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The order of pairs of token and expert, and how many each expert has."""
+        """Return the order of pairs of token and expert, and how many tokens each expert has."""
         flat = chosen.flatten()
         counts = torch.histc(flat.float(), EXPERTS, 0, EXPERTS - 1)
         return flat.argsort(stable=True), counts
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer."""
+        """Return ``x`` plus what the experts make of it."""
         return x + self.mixed(self.norm(x))
 
     def mixed(self, x: Tensor) -> Tensor:
-        """What the experts make of ``x``, weighted."""
+        """Return the weighted sum of what the experts make of ``x``."""
         raise NotImplementedError
 
 
@@ -75,7 +75,7 @@ class Loop(Experts):
     """As in Hugging Face's Mixtral: each expert looks its tokens up."""
 
     def mixed(self, x: Tensor) -> Tensor:
-        """See above."""
+        """Return the weighted sum of what the experts make of ``x``."""
         weights, chosen = self.routed(x)
         mixed = torch.zeros_like(x)
         mask = nn.functional.one_hot(chosen, EXPERTS).permute(2, 1, 0)
@@ -90,7 +90,7 @@ class Sorted(Experts):
     """Tokens sorted by expert, and split into lists."""
 
     def mixed(self, x: Tensor) -> Tensor:
-        """See above."""
+        """Return the weighted sum of what the experts make of ``x``."""
         weights, chosen = self.routed(x)
         order, counts = self.sorted_by_expert(chosen)
         parts = x[order // TOP].split(counts.long().tolist())
@@ -103,7 +103,7 @@ class Grouped(Experts):
     """Tokens sorted by expert, and one product for all, with offsets."""
 
     def mixed(self, x: Tensor) -> Tensor:
-        """See above."""
+        """Return the weighted sum of what the experts make of ``x``."""
         weights, chosen = self.routed(x)
         order, counts = self.sorted_by_expert(chosen)
         ends = counts.cumsum(0).to(torch.int32)

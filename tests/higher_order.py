@@ -121,6 +121,18 @@ def region(x: Tensor) -> Tensor:
     return x + functional.gelu(x).sin()
 
 
+@torch.compiler.nested_compile_region
+def region_with_cond(x: Tensor) -> Tensor:
+    """Reads graphs as attributes of the region's own graph."""
+    y = x + functional.gelu(x)
+    return torch.cond(y.sum() > 0, lambda a: a.sin() * a, lambda a: a.cos(), (y,))
+
+
+@torch.compiler.nested_compile_region
+def region_with_dropout(x: Tensor) -> Tensor:
+    return functional.dropout(functional.gelu(x), 0.5)
+
+
 def scan(x: Tensor) -> Tensor:
     from torch._higher_order_ops.scan import scan as run
 
@@ -195,6 +207,8 @@ VARIANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "cond_with_dropout": cond_with_dropout,
     "scan_with_dropout": scan_with_dropout,
     "hook": twice_with_hook,
+    "region_with_cond": region_with_cond,
+    "region_with_dropout": region_with_dropout,
 }
 """Further functions."""
 

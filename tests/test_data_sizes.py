@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.passes.joint.data_sizes import is_bundle, is_composite
+from fxremat.runtime.composite import BUNDLED, bundled
 from tests.models import experts
 from tests.models.experts import TOKENS, WIDTH, Experts, tokens
 
@@ -212,3 +214,13 @@ def test_calls_like_none_before_keep_everything_within_an_ample_budget():
         recomputed.append(any(own.compiled.recomputes for own in trace.calls))
     assert recomputed[0]  # what steps take was not known then
     assert not any(recomputed[2:])
+
+
+def test_bundles_of_another_thread_do_not_count():
+    BUNDLED.begin()
+    thread = threading.Thread(target=lambda: bundled("cpu", torch.ones(64)))
+    thread.start()
+    thread.join()
+    assert BUNDLED.total_bytes == 0
+    bundle = bundled("cpu", torch.ones(8))
+    assert BUNDLED.total_bytes == BUNDLED.largest_bytes == bundle.contents[0].nbytes

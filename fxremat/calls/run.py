@@ -148,6 +148,7 @@ def end_forward(step: Step, results: list[Any]) -> list[Any]:
     """
     loop, regions, graph = _owners(step)
     output_count = graph.signature.output_count
+    step.bundled_bytes = BUNDLED.total_bytes, BUNDLED.largest_bytes
     saved = results[output_count:]
     del results[output_count:]
     # Autograd makes the results refer to the step: it must not refer to them.
@@ -195,6 +196,7 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
     values.append(gradients)
     with_loss = not (compiled.plain or regions.several) and bool(compiled.form.early_gradients)
     again = computed_again() if with_loss else 0
+    BUNDLED.begin()
     try:
         if calls.on_cuda:
             with torch_compat.without_autotuning():
@@ -220,7 +222,7 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
     made: list[Any] = gradients.finish()
     if step.count is not None:
         check_count(loop, step, step.count.peak_bytes())
-    if BUNDLED.total_bytes:
+    if step.bundled_bytes[0] or BUNDLED.total_bytes:
         check_bundles(loop, regions, graph, step)
     loop.budget.trained = True
     if gradients.asked_for:

@@ -133,7 +133,9 @@ def check_bundles(loop: Loop, regions: Regions, graph: Graph, step: Step) -> Non
         graph: the graph of the step.
         step: the step, after its backward.
     """
-    taken, compiled = (BUNDLED.total_bytes, BUNDLED.largest_bytes), step.plan
+    total_bytes, largest_bytes = step.bundled_bytes
+    taken = total_bytes + BUNDLED.total_bytes, max(largest_bytes, BUNDLED.largest_bytes)
+    compiled = step.plan
     if not taken[0] or step.context.waiting or step.number != loop.in_flight.latest:
         return
     most = compiled.bundled_bytes.get(step.context.sizes, taken)

@@ -39,6 +39,10 @@ _DEFAULT_REMEDY = (
     "Move the code that breaks the graph out of the forward: fxremat plans whole steps"
 )
 
+_UNEXPECTED_REMEDY = (
+    "The code can be captured, but tracing or planning its graph failed. Please report this error"
+)
+
 _EXPLANATION = re.compile(r"^ *Explanation: (.+)$", re.M)
 
 MOST_LINES = 3
@@ -89,8 +93,12 @@ def release_frames(error: BaseException) -> None:
 def capture_refusal(model: torch.nn.Module, cause: BaseException) -> CaptureError:
     """Return a ``CaptureError`` that says why Dynamo could not capture ``model``, with a remedy."""
     reason = str(cause).strip()
-    why = [reason.splitlines()[0], *_EXPLANATION.findall(reason)]
-    remedy = next((remedy for sign, remedy in _REMEDIES if sign in reason), _DEFAULT_REMEDY)
+    why = [reason.partition("\n")[0], *_EXPLANATION.findall(reason)]
+    is_break = torch_compat.is_break(cause)
+    default = _DEFAULT_REMEDY if is_break else _UNEXPECTED_REMEDY
+    remedy = next((remedy for sign, remedy in _REMEDIES if sign in reason), default)
+    if not is_break:
+        why[0] = f"{type(cause).__name__}: {why[0]}"
     lines = map(str, torch_compat.user_lines(reason)[-MOST_LINES:])
     text = "\n".join([": ".join(why), *lines, remedy])
     return CaptureError(f"{type(model).__name__} cannot be captured as one graph: {text}")

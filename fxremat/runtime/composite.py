@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -91,8 +92,10 @@ def bundled(device: str, *values: Any) -> torch_compat.Bundle:
     return made
 
 
-class BundledBytes:
-    """Counts the bytes of bundles that are made, which depend on data.
+class BundledBytes(threading.local):
+    """Counts the bytes of bundles that each thread makes, which depend on data.
+
+    A forward, or a backward, runs in one thread from its begin to its end.
 
     Attributes:
         total_bytes: bytes of all bundles since the last :meth:`begin`.
@@ -113,4 +116,4 @@ class BundledBytes:
 
 
 BUNDLED = BundledBytes()
-"""The bundles of the step that runs."""
+"""The bundles of the forward, or backward, that this thread runs."""

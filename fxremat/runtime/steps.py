@@ -68,10 +68,12 @@ class Step:
         number: grows with each step; -1 until the forward has ended.
         outputs: storages that the forward made for its caller, who may hold them for long.
         held_bytes: device memory of what it saved and returned and nothing else holds.
+        bundled_bytes: bytes of all bundles of the forward, and of the largest one.
     """
 
     __slots__ = (
-        "__weakref__", "_saved", "_versions", "backward", "context", "count", "elsewhere",
+        "__weakref__", "_saved", "_versions", "backward", "bundled_bytes", "context", "count",
+        "elsewhere",
         "held_bytes", "kept", "leaves", "missing", "number", "outputs", "owners", "part", "passed",
         "plan",
     )  # fmt: skip
@@ -101,6 +103,7 @@ class Step:
         self.number = -1
         self.outputs: list[torch_compat.StorageAlive] = []
         self.held_bytes = 0
+        self.bundled_bytes = 0, 0
         self.elsewhere = False
         self.part: tuple[Any, int] | None = None
         self._saved: list[Tensor] | None = None

@@ -495,6 +495,13 @@ def leading_to(error: BaseException) -> list[BaseException]:
     return [cause for cause in causes if cause is not None]
 
 
+def is_break(error: BaseException) -> bool:
+    """Return whether Dynamo raised ``error`` itself, about code that it cannot capture."""
+    from torch._dynamo.exc import TorchDynamoException  # noqa: PLC0415
+
+    return isinstance(error, TorchDynamoException)
+
+
 def failure_cause(error: BaseException) -> BaseException:
     """Return the error of a backend, without the errors in which Dynamo has wrapped it."""
     from torch._dynamo.exc import BackendCompilerFailed  # noqa: PLC0415

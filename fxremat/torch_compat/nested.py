@@ -41,8 +41,10 @@ def inline_regions(module: fx.GraphModule) -> fx.GraphModule:
     if not any(map(_is_region, module.graph.nodes)):
         return module
     graph = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    graph.output(_copy_inlined(module, graph, copies))
+    attributes: dict[str, Any] = {}
+    graph.output(_copy_inlined(module, graph, {}, attributes))
+    for name, value in attributes.items():
+        setattr(module, name, value)  # a graph of Dynamo belongs to this capture
     graph.output_node().meta = dict(module.graph.output_node().meta)
     for node in reversed(list(graph.find_nodes(op="get_attr"))):
         if not node.users:
@@ -57,13 +59,19 @@ def _is_region(node: fx.Node) -> bool:
     return is_higher_order(node.target) and named == "invoke_subgraph"
 
 
-def _copy_inlined(module: fx.GraphModule, graph: fx.Graph, copies: dict[fx.Node, Any]) -> Any:
+def _copy_inlined(
+    module: fx.GraphModule,
+    graph: fx.Graph,
+    copies: dict[fx.Node, Any],
+    attributes: dict[str, Any],
+) -> Any:
     """Copy the nodes of ``module`` to ``graph``, and return what the output of ``module`` is.
 
     Args:
         module: the graph to copy, whose regions are inlined.
         graph: it is changed.
         copies: the copy of each node; it is changed. Placeholders that it has are not copied.
+        attributes: what the copies read as attributes, by the names that they use; it is changed.
     """
     regions: dict[fx.Node, Sequence[Any]] = {}
     for node in module.graph.nodes:
@@ -81,11 +89,15 @@ def _copy_inlined(module: fx.GraphModule, graph: fx.Graph, copies: dict[fx.Node,
                     strict=True,
                 )
             )
-            regions[node] = _copy_inlined(called, graph, inner)
+            regions[node] = _copy_inlined(called, graph, inner, attributes)
         elif node.target is operator.getitem and node.args[0] in regions:
             copies[node] = regions[node.args[0]][node.args[1]]
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op in ("get_attr", "call_module"):  # names are unique within a region only
+                copies[node].target = f"inlined_{len(attributes)}"
+                value = operator.attrgetter(str(node.target))(module)
+                attributes[copies[node].target] = value
     raise AssertionError("a graph has no output")
 
 
