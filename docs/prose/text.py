@@ -122,6 +122,7 @@ def blocks_of_code(source: str) -> list[Block]:
             continue
         if node not in inner and " " in text.strip():
             text = re.sub(r"```.*?```", lambda found: "\n" * found[0].count("\n"), text, flags=re.S)
+            text = re.sub(r"^( +)\w+(?=: )", rf"\1{CODE}", text, flags=re.M)  # entries' names
             blocks.append(Block(node.lineno, _inline(text)))
     return sorted(blocks, key=lambda block: block.line)
 
