@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("proselint", reason="of the dev extra: make lint installs it")
 
-from docs.prose.__main__ import main
+from docs.prose.__main__ import ROOT, main
 from docs.prose.checks import long_sentences, too_long, too_many, wording
 from docs.prose.text import (
     Block,
@@ -146,6 +146,11 @@ def test_a_file_can_be_checked_by_itself(tmp_path: Path, capsys: pytest.CaptureF
     assert "page.md:1: 'anew'" in capsys.readouterr().out
     page.write_text("The plan is measured again.\n")
     assert main([str(page)]) == 0
+
+
+def test_contributors_read_the_same_words(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--words"]) == 0
+    assert capsys.readouterr().out in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_everything_that_is_published_passes(capsys: pytest.CaptureFixture) -> None:

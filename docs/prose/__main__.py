@@ -1,4 +1,4 @@
-"""``python -m docs.prose [--long] [FILES]``: print what to rewrite; exit code 1 if anything is."""
+"""``python -m docs.prose [--long] [--words] [FILES]``: print what to rewrite; exit code 1 if anything is."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from docs.prose.checks import (
 )
 from docs.prose.reference import public_docstrings
 from docs.prose.text import Block, blocks_of_code, blocks_of_page
+from docs.prose.vocabulary import VOCABULARY
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +47,12 @@ def code() -> Iterator[tuple[str, str]]:
         yield path.relative_to(ROOT).as_posix(), path.read_text()
 
 
+def words_table() -> str:
+    """Return the words to avoid as a Markdown table, which CONTRIBUTING.md has."""
+    rows = (f"| {entry.word} | {entry.instead} | {entry.why} |" for entry in VOCABULARY)
+    return "\n".join(["| not | but | reason |", "|---|---|---|", *rows])
+
+
 def check(
     texts: Sequence[tuple[str, list[Block]]],
 ) -> tuple[list[Finding], int, list[LongSentence]]:
@@ -64,8 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print what to rewrite, and return 1 if anything is."""
     parser = argparse.ArgumentParser(prog="python -m docs.prose", description=__doc__)
     parser.add_argument("--long", action="store_true", help="list every long sentence")
+    parser.add_argument("--words", action="store_true", help="print the words to avoid, and exit")
     parser.add_argument("files", nargs="*", help="Markdown and Python files; all by default")
     given = parser.parse_args(arguments)
+    if given.words:
+        print(words_table())
+        return 0
     findings = list[Finding]()
     if given.files:
         named = [(name, Path(name).read_text()) for name in given.files]
