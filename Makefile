@@ -34,6 +34,7 @@ lint: .venv/ready-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/python -m docs.prose
 
 format: .venv/ready-dev
 	.venv/bin/ruff check --fix .

@@ -186,7 +186,7 @@ def one_start(case: Case) -> Chosen:
 def moved(effort: Effort, case: Case, *, alone: bool = True) -> Chosen:
     """With transfers, from the bases of each generator or of all of them together."""
     found = case.searched(effort)
-    transfers = Transfers.of(found if alone else replace(found, alone=()), HostMemory(link=LINK))
+    transfers = Transfers.of(found if alone else replace(found, separate=()), HostMemory(link=LINK))
 
     def chosen(budget_bytes: int) -> float | None:
         if budget_bytes < transfers.least_bytes:

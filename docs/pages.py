@@ -1,4 +1,4 @@
-"""Which files are pages of the site, and what docstrings' roles are there.
+"""Which files are pages of the site, and what docstrings' roles link to.
 
 Each file lies where it does in the repository, so that links hold. The pages of constants and of
 options are made from the code.
@@ -7,10 +7,9 @@ options are made from the code.
 import re
 from pathlib import Path
 
-from constants import constants_page  # beside this file, where hooks look first
+from generated import generated_pages  # next to this file, where hooks look first
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-from option_table import options_page
 
 PAGES = (
     "*.md",
@@ -32,8 +31,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path.is_file():
             name = path.relative_to(root).as_posix()
             files.append(File(name, str(root), config.site_dir, config.use_directory_urls))
-    files.append(File.generated(config, "docs/constants.md", content=constants_page(root)))
-    files.append(File.generated(config, "docs/options.md", content=options_page(root)))
+    for name, content in generated_pages(root).items():
+        files.append(File.generated(config, name, content=content))
     return files
 
 

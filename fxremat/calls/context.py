@@ -46,7 +46,7 @@ def context_fields(
     if loop.caller.accumulate:
         existing |= {primal for primal in gradients if leaves[primal] is not None}
     if existing:
-        only = () if waiting else graph.calls.contributors.alone
+        only = () if waiting else graph.calls.contributors.sole
         computed = ((primal, leaves[primal]) for primal in existing if primal in gradients)
         added = frozenset(
             primal
@@ -65,7 +65,7 @@ def context_fields(
         0 if together else loop.networks_bytes(),
         torch_compat.bucket_bytes(),
         new_workspace_bytes(graph) if on_cuda else 0,
-        # Blocks on the device are each process's own.
+        # Each process has its own blocks on the device.
         loop.slack_bytes(graph.device) if on_cuda and not together else 0,
         loop.wrapped_bytes() if graph.has_wrappers else 0,
         0 if together else _buffer_bytes(graph, values, sizes),

@@ -1,7 +1,7 @@
 """The search of a graph's variants, and of further variants while they can help.
 
 A form (:class:`fxremat.ir.Form`) says how operations are rewritten: which are computed in slices,
-which are duplicated. A variant is the graph rewritten so, and has candidates of its own.
+which are duplicated. A variant is the graph rewritten so, and has separate candidates.
 """
 
 from __future__ import annotations

@@ -53,10 +53,10 @@ from fxremat.passes.step_graph import StepGraph
 from fxremat.planner.context.context_bytes import (
     Caller,
     ContextBytes,
+    as_bytes,
     context_bytes_of,
     made_outputs,
     own_gradients,
-    settled,
 )
 from fxremat.planner.context.step_context import StepContext
 from fxremat.planner.decision.candidates import Candidate
@@ -356,7 +356,7 @@ class Graph:
         If sizes depend on data, integers among them are kept in memory that no allocator counts:
         lengths that are made up do not fit.
         """
-        self.caller = settled(self.caller, self.joint, self._real(self.joint))
+        self.caller = as_bytes(self.caller, self.joint, self._real(self.joint))
         if any(map(is_composite, self._module.graph.nodes)):
             with torch_compat.real_execution():
                 self._integers = {

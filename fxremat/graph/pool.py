@@ -46,7 +46,7 @@ class Pool:
             measured,
             held,
             budget_bytes=budget_bytes,
-            apart=transfers is not None,  # transfers set out from each generator's candidates
+            separately=transfers is not None,  # transfers set out from each generator's candidates
         )
         if search is self.search:
             return self

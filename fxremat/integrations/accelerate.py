@@ -103,7 +103,7 @@ def check_state(state: AcceleratorState) -> None:
     if state.distributed_type in _SHARDED:
         raise ArgumentError(
             f"{state.distributed_type.value} shards the model or replaces the training step, but "
-            "fxremat plans a whole step of one process, alone or in DistributedDataParallel",
+            "fxremat plans a whole step, in one process or in DistributedDataParallel",
             argument="distributed_type",
             value=state.distributed_type.value,
         )

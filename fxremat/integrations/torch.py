@@ -28,8 +28,8 @@ def activation_memory_budget(share: float) -> Iterator[None]:
 
     It replaces torch's setting ``activation_memory_budget`` for everything that is compiled in the
     context, which is usually in a model's first call. The operations of the forward are measured.
-    Of the results that torch may save or recompute, it saves those that minimize the time of
-    recomputing the others. Random results are always saved.
+    It saves those of torch's candidates for saving that minimize the time of recomputing the
+    others. Random results are always saved.
 
     The share applies to the bytes saved between forward and backward. It does not bound the peak: a
     smaller share may take more memory. For a peak in bytes, see :func:`fxremat.compile`.

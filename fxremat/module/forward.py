@@ -24,7 +24,7 @@ class PlannedForward:
     """The ``forward`` of the compiled modules of one class, as a descriptor.
 
     A forward that is assigned to a compiled module replaces only that module's: it may call the
-    one that it replaces, and the model keeps its own.
+    one that it replaces, and the model keeps its original one.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:

@@ -78,7 +78,7 @@ class Budget:
         """Return the text of a budget of ``amount`` that limits the same kind of bytes."""
         return str(amount) if self.counted == "allocated" else f"'{amount} {self.counted}'"
 
-    def settled(self, nbytes: int) -> Budget:
+    def resolved_to(self, nbytes: int) -> Budget:
         """Return this budget with its value resolved to ``nbytes``."""
         return Budget(self.written, nbytes, counted=self.counted)
 
@@ -230,7 +230,7 @@ class TrainingBudget:
     @property
     def now(self) -> Budget:
         """The present budget: in bytes if it is resolved, otherwise as written."""
-        return self.written if self.nbytes is None else self.written.settled(self.nbytes)
+        return self.written if self.nbytes is None else self.written.resolved_to(self.nbytes)
 
     def set(self, nbytes: int) -> None:
         """Set the budget to ``nbytes``."""

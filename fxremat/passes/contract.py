@@ -94,7 +94,7 @@ class Condition(Protocol):
 
 
 def always(_config: PassConfig) -> bool:
-    """Always.
+    """Hold for every configuration.
 
     Returns ``True``, for passes that run with any ``PassConfig``.
     """

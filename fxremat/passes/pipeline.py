@@ -96,7 +96,7 @@ def has_parts(config: PassConfig) -> bool:
 
 
 def _take_objects(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Make one operation of each operator that runs graphs of its own, such as ``torch.cond``."""
+    """Make one operation of each operator that runs inner graphs, such as ``torch.cond``."""
     module = with_nested(graph.module)
     return graph if module is graph.module else graph.changed(module)
 

@@ -29,7 +29,7 @@ def largest_size(
     budget_bytes: int,
     *,
     most: int,
-    alone: bool = False,
+    uncached: bool = False,
     at_sizes: Callable[[StepContext], StepContext] = lambda context: context,
     takes: Callable[[StepContext], bool] = lambda _: True,
 ) -> int | None:
@@ -45,7 +45,7 @@ def largest_size(
         group: the dimensions, which always have equal sizes.
         budget_bytes: the peak that must not be exceeded.
         most: the largest size that is tried.
-        alone: whether the call is to fit even if nothing is cached of other sizes.
+        uncached: whether the call is to fit even if nothing is cached of other sizes.
         at_sizes: maps a context at other sizes to the one that is to fit.
         takes: returns whether the model accepts a call in a context.
 
@@ -53,10 +53,10 @@ def largest_size(
     """
     all_pools(graph, replace(context, sizes=graph.sizes.hints))
     asked: list[Callable[[StepContext, int], int]] = [partial(least_bytes, graph, bits=False)]
-    if alone:
+    if uncached:
         asked.append(partial(least_bytes_from_scratch, graph, bits=False))
     if any(own.form.keeps_bits for own in graph.variants):
-        asked.append(partial(least_bytes_from_scratch if alone else least_bytes, graph))
+        asked.append(partial(least_bytes_from_scratch if uncached else least_bytes, graph))
     taken = taken_sizes(graph.sizes, context.sizes, group)
     if taken is None:
         return None

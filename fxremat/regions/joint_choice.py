@@ -154,7 +154,7 @@ def choose_together(
     kept_bytes = knapsack.peak_bytes(calls, [len(call.choices) - 1 for call in calls])
     full_bytes = base_bytes + max(first_bytes, kept_bytes)
     if budget.grows:
-        budget = budget.settled(least_bytes)
+        budget = budget.resolved_to(least_bytes)
     budget_bytes = budget.resolve(
         full_bytes=full_bytes,
         least_bytes=least_bytes,

@@ -20,7 +20,7 @@ MOST_PROFILES = 64
 """Profiles that are kept; the one that was made first goes first."""
 
 MOST_SIMILAR = 4
-"""Similar steps that each have a profile of their own; further ones widen an envelope."""
+"""Similar steps that each have a separate profile; further ones widen an envelope."""
 
 WATCHES = 2
 """Steps that are watched after plans for them were chosen together."""

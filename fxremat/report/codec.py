@@ -28,13 +28,13 @@ from fxremat.errors import PlanError
 T = TypeVar("T")
 
 OMITTED = "omitted"
-"""Metadata of a field that is not written where it has its default, and need not be there."""
+"""Metadata of a field that is not written where it has its default, and may be missing."""
 
 TAG = "is"
-"""Where a value may be of several classes: the name of its own."""
+"""Where a value may be of several classes: the name of its class."""
 
 VERSION = 4
-"""Of all that is written. Raised when the form of any of it changes."""
+"""The version of all that is written, raised when the form of any part changes."""
 
 LARGEST = 2**53
 """No number is larger: compiled loops add bytes up in 64 bits."""

@@ -187,7 +187,7 @@ def _device_memory(
 ) -> Iterator[dict[str, Any]]:
     """Yield a trace event with the device memory of each area at each instant.
 
-    Instants of equal times are set a nanosecond apart.
+    Instants of equal times get distances of a nanosecond.
     """
     areas = [(area.name, memory.held_bytes(area.lives)) for area in areas_of(memory)]
     for time_s, group in groupby(range(memory.count), key=times_s.__getitem__):

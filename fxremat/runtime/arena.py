@@ -262,7 +262,7 @@ class Arena:
         return torch.from_numpy(view)[:nbytes]
 
     def close(self) -> None:
-        """Let no further step begin. Idempotent.
+        """Let no further step begin. A second call does nothing.
 
         The memory is freed with the last arena, and lent blocks as soon as they come back.
         """

@@ -37,18 +37,18 @@ class Contributors:
     two forwards with one backward.
 
     Attributes:
-        alone: primals whose gradient was the only one of their leaf so far.
+        sole: primals whose gradient was the only one of their leaf so far.
         joined: primals whose leaf also got another gradient.
         summing: number of the backward in which several steps take part, so that autograd sums up.
     """
 
-    alone: set[int] = field(default_factory=set)
+    sole: set[int] = field(default_factory=set)
     joined: set[int] = field(default_factory=set)
     summing: int = -1
 
     def join(self, primal: int) -> None:
         """Record that the leaf of ``primal`` also got another gradient."""
-        self.alone.discard(primal)
+        self.sole.discard(primal)
         self.joined.add(primal)
 
 
@@ -98,7 +98,7 @@ class Gradients:
         leaves: leaves by primal; ``None`` for other primals.
         places: for each leaf, the edge of the backward's node that leads to it.
         own: primals whose gradient fills a storage that nothing else uses.
-        contributors: which leaves get their gradient from this graph alone.
+        contributors: which leaves get their gradient from this graph only.
         others: whether other steps of the model have a pending backward.
 
     Attributes:
@@ -169,14 +169,14 @@ class Gradients:
 
         It keeps them if the leaf gets no others. ``returned`` has the gradients by primal.
         """
-        alone, joined = self._contributors.alone, self._contributors.joined
-        sole = [primal for primal in self._first if primal in alone]
-        made: list[Any] = [returned[primal] for primal in sole]
-        self._kept_first = [(i, g.data_ptr(), g._version) for i, g in zip(sole, made, strict=True)]
-        if len(sole) == len(self._first):
+        sole, joined = self._contributors.sole, self._contributors.joined
+        first = [primal for primal in self._first if primal in sole]
+        made: list[Any] = [returned[primal] for primal in first]
+        self._kept_first = [(i, g.data_ptr(), g._version) for i, g in zip(first, made, strict=True)]
+        if len(first) == len(self._first):
             return
         for primal in self._first:
-            if primal in self._own and primal not in alone and primal not in joined:
+            if primal in self._own and primal not in sole and primal not in joined:
                 leaf: Any = self._leaves[primal]
                 gradient: Any = returned[primal]
                 if takes(leaf, gradient):
@@ -194,7 +194,7 @@ class Gradients:
         contributors = self._contributors
         if not self._early or primal in contributors.joined:
             return False
-        if primal not in contributors.alone:
+        if primal not in contributors.sole:
             if primal in self._own and takes(leaf, gradient):
                 self._candidates[primal] = gradient.data_ptr(), gradient._version
                 proxy: Gradients = weakref.proxy(self)  # freed when a backward raises
@@ -238,9 +238,9 @@ class Gradients:
         if made is None or leaf is None or now is None:
             return
         if now.data_ptr() == made[0] and now._version == made[1]:
-            self._contributors.alone.add(primal)
+            self._contributors.sole.add(primal)
         elif leaf._backward_hooks:  # these may have replaced it
-            self._contributors.alone.discard(primal)
+            self._contributors.sole.discard(primal)
         else:
             self._contributors.join(primal)
 

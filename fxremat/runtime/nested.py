@@ -1,4 +1,4 @@
-"""Operations that run graphs of their own, such as ``torch.cond``, as functions of tensors."""
+"""Operations that run inner graphs, such as ``torch.cond``, as functions of tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A step that is captured without data: shapes are there, nothing is allocated.
+"""A step that is captured without data: shapes exist, nothing is allocated.
 
 On a GPU ``scaled_dot_product_attention`` chooses other kernels than where the step is traced, which
-keep other tensors for the backward. The choice here is torch's own on GPUs since Ampere
+keep other tensors for the backward. The choice here is the one of torch on GPUs since Ampere
 (``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``), cuDNN's kernel left out, which keeps
 what FlashAttention keeps.
 """

@@ -218,7 +218,7 @@ class Batching:
             group,
             self.budget_bytes,
             most=self.most,
-            alone=True,
+            uncached=True,
             at_sizes=lambda own: usual_context(self.graph, own, self.budget),
             takes=self._is_taken,
         )

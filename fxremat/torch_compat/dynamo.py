@@ -424,7 +424,7 @@ def _innermost(backend: Any) -> object:
 
 
 def _skipped_once() -> Any:
-    """Return what tells Dynamo to leave one call, and what it calls, to Python this time only."""
+    """Return what makes Dynamo leave one call, and what it calls, to Python this time only."""
     from torch._dynamo import types  # noqa: PLC0415
 
     names = vars(types)

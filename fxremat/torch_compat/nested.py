@@ -1,4 +1,4 @@
-"""Higher-order operators: operations that run graphs of their own, such as ``torch.cond``.
+"""Higher-order operators: operations that run inner graphs, such as ``torch.cond``.
 
 Private names, checked with torch 2.13: ``torch._ops.HigherOrderOperator``, the operators ``cond``,
 ``while_loop``, ``invoke_subgraph`` and ``with_effects``, and the order of their arguments;

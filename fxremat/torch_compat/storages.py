@@ -18,7 +18,7 @@ class Bundle(torch.Tensor):
     """An empty tensor that holds other values: tensors and numbers whose sizes depend on data.
 
     It takes the place of one tensor in a graph. Its own storage is empty, and the bytes of the
-    tensors that it holds count as its own.
+    tensors that it holds count as its storages.
 
     Attributes:
         contents: what it holds.

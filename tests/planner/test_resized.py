@@ -155,6 +155,6 @@ def test_pools_of_each_generator_are_there_in_another_context_where_they_are_ask
     def peaks(pools):
         return [[c.peak_bytes for c in pool.members] for pool in pools]
 
-    apart = search_at(search, search.measured, more, budget_bytes=None, apart=True)
-    assert len(search.alone) > 1
-    assert peaks(apart.alone) == [[n + 1024 for n in own] for own in peaks(search.alone)]
+    apart = search_at(search, search.measured, more, budget_bytes=None, separately=True)
+    assert len(search.separate) > 1
+    assert peaks(apart.separate) == [[n + 1024 for n in own] for own in peaks(search.separate)]

@@ -246,7 +246,7 @@ def test_plans_gain_by_them(name: str, monkeypatch: pytest.MonkeyPatch):
 
 def test_some_candidates_of_every_generator_are_bases():
     search = search_of("unet")
-    pools = (search.pool, *search.alone)
+    pools = (search.pool, *search.separate)
     found = transfers("unet", FAST, HostMemory()).candidates
     assert len(set(found)) == len(found) <= search.effort.base_candidates * len(pools)
     for pool in pools:

@@ -121,7 +121,7 @@ def taught(*, hooked: bool = False) -> Rig:
         weight.register_post_accumulate_grad_hook(lambda _: None)
     step(rig)
     assert rig.there == [set()] * (COUNT + 1)  # the first time, autograd does it
-    assert rig.contributors.alone == set(range(1, COUNT + 1))
+    assert rig.contributors.sole == set(range(1, COUNT + 1))
     rig.clear()
     rig.there.clear()
     return rig
@@ -141,7 +141,7 @@ def test_first_ones_for_which_none_waits_are_left_to_autograd():
     rig = taught()
     step(rig)
     assert rig.there == [set()] * (COUNT + 1)
-    assert rig.contributors.alone == set(range(1, COUNT + 1))
+    assert rig.contributors.sole == set(range(1, COUNT + 1))
 
 
 def test_one_that_exists_is_added_to_in_place():
@@ -429,7 +429,7 @@ def test_a_weight_that_others_give_a_gradient_is_left_to_autograd_from_then_on()
     for seed in range(3):
         rig.clear()
         (rig(batch(seed)).sum() + rig.weights[1].sum()).backward()
-        assert rig.contributors.alone == {1, 3}
+        assert rig.contributors.sole == {1, 3}
         assert rig.contributors.joined == {2}
     for weight in rig.weights[::2]:
         weight.register_post_accumulate_grad_hook(lambda _: None)
@@ -643,7 +643,7 @@ def test_threads_that_go_back_through_the_same_leaves_lose_nothing():
 
     def clear() -> None:
         rig.clear()
-        rig.contributors = Contributors(alone={1, 2, 3})
+        rig.contributors = Contributors(sole={1, 2, 3})
 
     begin = threading.Barrier(count, action=clear)
     end = threading.Barrier(count, action=lambda: sums.append(rig.gradients))

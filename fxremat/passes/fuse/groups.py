@@ -67,13 +67,13 @@ def _cuts(line: Line, kinds: Kinds) -> list[int]:
     table = line.joint.storages
     fixed = {*line.segments.ends, len(line.stages) - 1 if line.ends_at_loss_point else 0}
     best: dict[int, tuple[int, int]] = {}
-    alone = 0
+    lone = 0
     for index in range(1, len(line.stages)):
         before = line.stages[index - 1].forward
-        alone += sum(kinds[n] is Kind.ALONE and not rng.is_state(n) for n in before)
+        lone += sum(kinds[n] is Kind.ALONE and not rng.is_state(n) for n in before)
         crossing = table.total(table.of(line.stages[index].boundary))
-        if alone not in best or crossing <= best[alone][0]:
-            best[alone] = crossing, index
+        if lone not in best or crossing <= best[lone][0]:
+            best[lone] = crossing, index
 
     def stays(run: int) -> bool:
         near = (best[i][0] for i in range(run - NEAR, run + NEAR + 1) if i in best)
@@ -166,8 +166,8 @@ class _Levels:
         drawn = 0
         for node in self._nodes:
             before = (levels[s] + self._rise(s, node) for s in self._reads[node] if s in levels)
-            alone = self._kinds[node] is Kind.ALONE
-            levels[node] = max(max(before, default=0) + alone, self._floors.get(node, 0))
+            lone = self._kinds[node] is Kind.ALONE
+            levels[node] = max(max(before, default=0) + lone, self._floors.get(node, 0))
             if rng.is_state(node) or rng.has_effect(node):
                 levels[node] = drawn = max(levels[node], drawn)
         return levels

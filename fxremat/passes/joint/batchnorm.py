@@ -119,7 +119,7 @@ def is_inverse(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _NormAndActivation:
-    """A BatchNorm, the leaky ReLU that alone reads its result, and backwards of the BatchNorm."""
+    """A BatchNorm, the leaky ReLU that is its only reader, and backwards of the BatchNorm."""
 
     source: fx.Node
     norm: fx.Node

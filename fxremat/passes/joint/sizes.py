@@ -94,7 +94,7 @@ class Size(Following, int):
 
     @staticmethod
     def named(name: str, value: int) -> Size:
-        """Return ``value`` as a number whose expression is the symbol ``name`` alone.
+        """Return ``value`` as a number whose expression is just the symbol ``name``.
 
         The value at other sizes is passed to emitted code by this name; it is not computed from
         inputs.
@@ -315,7 +315,8 @@ def describe_like(node: fx.Node, source: fx.Node, value: torch.Tensor) -> None:
 
     Args:
         node: its metadata is changed.
-        source: returns a tensor of the same shape. If it carries layouts, ``node`` gets its own.
+        source: returns a tensor of the same shape. If it carries layouts,
+            ``node`` gets its own layouts.
         value: what ``node`` returns, dense, in a new storage.
     """
     node.meta["val"] = value

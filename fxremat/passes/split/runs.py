@@ -385,7 +385,7 @@ class _Finder:
         """Replace ``groups[place]`` by a run that also computes ``run``; return success.
 
         Both must be in the forward, or both in the backward. Together they must not read more bytes
-        of large values than one of them alone.
+        of large values than one of them by itself.
         """
         group = groups[place]
         if len({each.targets[0] in self._backward for each in (group, run)}) > 1:

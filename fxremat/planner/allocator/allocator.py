@@ -63,7 +63,7 @@ NEVER = 1 << 62
 """A size from which blocks are not split that no block has."""
 
 MOST_STREAMS = 16
-"""Streams whose blocks :class:`CachingAllocator` keeps apart."""
+"""Streams whose blocks :class:`CachingAllocator` keeps separate."""
 
 
 @dataclass(frozen=True, slots=True)

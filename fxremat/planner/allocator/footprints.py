@@ -100,7 +100,7 @@ def _pieces(
 ) -> tuple[Request, ...]:
     """Return the requests ``asked`` with ids of storages as the keys of results.
 
-    A second copy of an existing value gets a key of its own, and is released at the end.
+    A second copy of an existing value gets a separate key, and is released at the end.
 
     Args:
         asked: measured requests of an operation. A key from 0 on is a place in ``results``; keys of

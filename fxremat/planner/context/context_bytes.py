@@ -41,7 +41,7 @@ class ContextBytes:
         end_bytes: bytes needed after the backward has returned, in addition to all gradients.
         device: the device of the step.
         given_each_bytes: the parts of ``given_bytes`` that are known as single allocations.
-        tangent_each_bytes: the parts of ``tangent_bytes``, likewise.
+        tangent_each_bytes: the parts of ``tangent_bytes``, one each.
         added: indices of the primals whose new gradient is added to an existing one as soon as it
             is computed.
         host_bytes: available bytes of host memory; ``None``: no limit.
@@ -321,7 +321,7 @@ def _sole_owners(joint: JointGraph) -> set[fx.Node]:
     return {n for n in joint.gradients if times[of_node[n]] == 1 and is_whole(n.meta["val"])}
 
 
-def settled(caller: Caller, joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> Caller:
+def as_bytes(caller: Caller, joint: JointGraph, real: Mapping[fx.Node, torch.Tensor]) -> Caller:
     """Return a copy of ``caller`` with the bytes of its tensors in place of references to them."""
     unread = (*_unread_bytes(joint, real, caller), *_unread_gradient_bytes(real, caller))
     return replace(

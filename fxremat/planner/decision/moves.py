@@ -1,6 +1,6 @@
 """Storages that travel to host memory across the loss point: which, when, and how long it takes.
 
-Which calls need a storage to be away depends on bytes alone, so the peak of a plan does not depend
+Which calls need a storage to be away depends only on bytes, so the peak of a plan does not depend
 on the speed of the link, only its time does. A storage leaves before the first call that lacks
 room, and comes back as soon as no call before its next reader lacks room. The storage that is read
 last goes first, because it has the most time to travel.

@@ -96,7 +96,7 @@ class At:
         missed: what a block that must be made depends on.
         counts, total: see ``planner.extract`` and ``planner.replay``.
         packed: one record of all these, which compiled loops read as an ``At``. A tuple of so many
-            numbers would be slow to compile, since each call takes it apart; a record that is not
+            numbers would be slow to compile, since each call unpacks it; a record that is not
             in an array would be slow to pass.
     """
 
@@ -108,7 +108,7 @@ class At:
         vars(self).update(places)
 
     def __getattr__(self, name: str) -> int:
-        """Raise ``AttributeError``; it tells type checkers that other attributes are integers."""
+        """Raise ``AttributeError``. Type checkers learn here that other attributes are integers."""
         raise AttributeError(name)
 
 

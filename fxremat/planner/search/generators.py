@@ -5,7 +5,7 @@ by themselves. This rounds and simplifies, so every schedule is evaluated exactl
 Solving for many budgets and keeping the exact peak of each schedule gives, for any budget, the
 fastest schedule that really fits, and makes time and peak monotonic in the budget.
 
-If the loss is outside the model, the loss point is a stage of its own, and the solver chooses what
+If the loss is outside the model, the loss point is a separate stage, and the solver chooses what
 is held there. Most often that is all that the last stage keeps, which takes no time to compute
 again.
 """

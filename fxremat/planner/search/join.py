@@ -1,7 +1,7 @@
 """Schedules of a step whose forward joins several branches, by the solvers of joins.
 
 The solvers know branches and a trunk. If branches meet inside a branch, the line is such a join in
-several ways: with the outermost branches, each a line of its own; with all branches, and what they
+several ways: with the outermost branches, each as a separate line; with all branches, and what they
 flow into as one trunk; and with the branches of each depth in between.
 """
 

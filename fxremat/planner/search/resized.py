@@ -30,7 +30,7 @@ def search_at(
     context_bytes: ContextBytes,
     *,
     budget_bytes: int | None,
-    apart: bool = False,
+    separately: bool = False,
 ) -> Search:
     """Return a search with the schedules of ``search``, evaluated at another size or context.
 
@@ -39,8 +39,8 @@ def search_at(
         measured: ``search.measured``, or ``search.measured.at(costs)`` of another size.
         context_bytes: the context bytes there.
         budget_bytes: limit on the peak there; ``None`` if it is not known yet.
-        apart: in another context, also evaluate :attr:`Search.alone`; otherwise the pool takes its
-            place.
+        separately: in another context, also evaluate :attr:`Search.separate`; otherwise the pool
+            takes its place.
 
     Returns:
         A search over the candidates that can matter within the budget, the lowest of the cached
@@ -67,10 +67,12 @@ def search_at(
     )
     most = MOST_BYTES if budget_bytes is None else budget_bytes
     solved, pool = _pools(search, evaluator, most, evaluates_all=same_size and budget_bytes is None)
-    alone: tuple[Pool, ...] = (pool,)
-    if apart and same_size:
+    separate: tuple[Pool, ...] = (pool,)
+    if separately and same_size:
         again = functools.cache(lambda c: evaluator.candidate(c.codes, c.held))
-        alone = tuple(Pool.of(pool.baseline, map(again, other.members)) for other in search.alone)
+        separate = tuple(
+            Pool.of(pool.baseline, map(again, other.members)) for other in search.separate
+        )
     return replace(
         search,
         measured=measured,
@@ -90,7 +92,7 @@ def search_at(
         ),
         solved=solved,
         pool=pool,
-        alone=alone,
+        separate=separate,
         allocations=allocations,
     )
 

@@ -66,7 +66,7 @@ class Search:
         relaxation: makes the lower bound on seconds; ``None`` if there is none.
         solved: the best of the generators' schedules.
         pool: the best of these and of the results of local search.
-        alone: for each generator, the pool that it would have without the others.
+        separate: for each generator, the pool that it would have without the others.
         allocations: peaks of candidates as the allocator counts them.
         effort: numbers that steer this search, and those that start from it.
         spare: pools of other contexts, the latest first.
@@ -78,7 +78,7 @@ class Search:
     relaxation: Callable[[], Relaxation] | None
     solved: Pool
     pool: Pool
-    alone: tuple[Pool, ...]
+    separate: tuple[Pool, ...]
     allocations: Allocations
     effort: Effort
     spare: tuple[Pool, ...] = ()
@@ -142,7 +142,7 @@ class Search:
             partial(Relaxation.of, measured, blocks, context_bytes, effort.moments),
             solved=Pool.of(baseline, every),
             pool=Pool.of(baseline, (c for pool in pools for c in pool.members)),
-            alone=tuple(pools[1:]),
+            separate=tuple(pools[1:]),
             allocations=Allocations(footprints, context_bytes, allocator, budget_on),
             effort=effort,
         )

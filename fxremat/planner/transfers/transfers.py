@@ -1,6 +1,6 @@
 """The fastest schedule within a budget if storages may travel to host memory.
 
-Any schedule of recomputations can be the base. ``planner.moves`` decides from bytes alone what
+Any schedule of recomputations can be the base. ``planner.moves`` decides only from bytes what
 travels of the storages that the base holds too many of, and predicts how long it takes. Bases are
 the candidates of the search, from the one that recomputes nothing (transfers only) to the one with
 the lowest peak (recomputation only), and schedules that are made for the budget. A good base keeps
@@ -57,7 +57,7 @@ class HostMemory:
         object.__setattr__(self, "limit", HostLimit(self.limit_bytes))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return how to copy or pickle the object: a copy has a ``limit`` of its own."""
+        """Return how to copy or pickle the object: a copy has its own ``limit``."""
         return HostMemory, (self.only, self.conv, self.limit_bytes, self.folder, self.link)
 
 
@@ -104,7 +104,7 @@ class Transfers:
         candidates: tuple[Candidate, ...] = (search.baseline,)
         if not host.only:
             # A generator that is beaten without transfers may still have the better base for them.
-            pools = (search.pool, *search.alone)
+            pools = (search.pool, *search.separate)
             candidates = tuple(dict.fromkeys(c for pool in pools for c in pool.thinned(most)))
         immovable, forced = search.immovable, search.measured.line.offloaded
         if host.conv:

@@ -23,9 +23,9 @@ it. With ``C`` from ``rotor`` for a single line:
 where ``back(p, h, b)`` is what the segment's backward has more than its forward had: the other
 branches' heads have been freed by then (except those in saved sets), and their gradients, ``δ`` at
 ``p``, are held instead. With unit costs it is the ``- (k - 1)`` of Theorem 3. The first and the
-last line have no counterpart in the paper, whose turn is a single step: (trunk) drops the ends, and
-runs the branches again for the first part of the trunk. For one branch this is rotor on the whole
-line.
+last line have no counterpart in the paper, whose loss point is a single step: (trunk) drops the
+ends, and runs the branches again for the first part of the trunk. For one branch this is rotor on
+the whole line.
 
 Complexity: ``O(2^k T Π(L_b + 1) (Σ L_b + T) slots)`` time, ``O(2^k T Π(L_b + 1) slots)`` memory.
 
