@@ -18,7 +18,7 @@ PACKAGE = Path(fxremat.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "console", "optional", "jit", "ir"),
-    ("effort", "progress"),
+    ("effort", "progress", "torch_versions"),
     ("torch_compat", "report", "solvers"),
     ("runtime", "solvers/join"),
     ("solvers/papers",),
@@ -62,6 +62,7 @@ TORCH_FREE = (
     "ir",
     "effort",
     "progress",
+    "torch_versions",
     "report",
     "solvers",
     "solvers/join",
