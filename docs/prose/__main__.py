@@ -1,4 +1,4 @@
-"""``python -m docs.prose [--long] [--words] [FILES]``: print what to rewrite; exit code 1 if anything is."""
+"""``python -m docs.prose [FILES]``: print what to rewrite; the exit code is 1 if anything is."""
 
 from __future__ import annotations
 
