@@ -39,6 +39,8 @@ lint: .venv/ready-dev
 format: .venv/ready-dev
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
+	.venv/bin/python -m docs.generated
+	.venv/bin/python -m fxremat.passes > docs/passes.md
 
 docs: .venv-docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build

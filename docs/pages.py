@@ -16,6 +16,7 @@ PAGES = (
     "LICENSE",
     "docs/**/*.md",
     "docs/*.png",
+    "docs/prose/vocabulary.py",
     "benchmarks/results/**/*",
     "tests/cuda_stand_in/README.md",
 )
