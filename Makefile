@@ -53,6 +53,8 @@ lint: $(VENV)/ready-dev
 format: $(VENV)/ready-dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/python -m docs.generated
+	$(VENV)/bin/python -m fxremat.passes > docs/passes.md
 
 docs: .venv-docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build

@@ -1,4 +1,4 @@
-"""The page of the numbers that steer the search, and of all others that the code names."""
+"""The page of the numbers that control the search, and of all others that the code names."""
 
 import ast
 import re
@@ -8,18 +8,19 @@ from pathlib import Path
 
 def constants_page(root: Path) -> str:
     """Return the page of the fields of ``Effort``, and of all other numbers of the code."""
-    lines = ["# Constants", "", "## Numbers that steer the search", ""]
-    lines += ["Fields of `fxremat.Effort`, with their defaults.", ""]
-    lines += ["| field | default | |", "|---|---|---|"]
+    lines = ["# Constants", "", "Every number that the code names, and its purpose.", ""]
+    lines += ["## Numbers that control the search", ""]
+    lines += ["These are attributes of `fxremat.Effort`, with their defaults.", ""]
+    lines += ["| attribute | default | meaning |", "|---|---|---|"]
     for name, value, meaning in effort_fields((root / "fxremat" / "effort.py").read_text()):
         lines.append(f"| `{name}` | `{value}` | {meaning} |")
     lines += [
         "",
         "## Other numbers",
         "",
-        "Numbers of the code, by file: what each is for, and why.",
+        "Constants by file. Each docstring says what the number is for, and why it has this value.",
     ]
-    lines += ["", "| file | name | value | |", "|---|---|---|---|"]
+    lines += ["", "| file | name | value | meaning |", "|---|---|---|---|"]
     for path in sorted((root / "fxremat").rglob("*.py")):
         name = path.relative_to(root / "fxremat").as_posix()
         for constant, value, meaning in constants_of(path.read_text()):
@@ -43,7 +44,7 @@ def effort_fields(source: str) -> Iterator[tuple[str, str, str]]:
 
 
 def constants_of(source: str) -> Iterator[tuple[str, str, str]]:
-    """Numbers that a module names: name, value as it is written, and its docstring."""
+    """Yield the numbers that a module names: name, value as it is written, and its docstring."""
     body = ast.parse(source).body
     for index, node in enumerate(body):
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
@@ -52,7 +53,7 @@ def constants_of(source: str) -> Iterator[tuple[str, str, str]]:
         if not name.isupper() or not re.fullmatch(r"[-+*/<>().,\d\s_e]+", value):
             continue
         after = body[index + 1] if index + 1 < len(body) else None
-        told = ""
+        meaning = ""
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            told = " ".join(str(after.value.value).split()).replace("|", "\\|")
-        yield name, value, told
+            meaning = " ".join(str(after.value.value).split()).replace("|", "\\|")
+        yield name, value, meaning

@@ -17,6 +17,7 @@ PAGES = (
     "docs/**/*.md",
     "docs/*.png",
     "docs/images/*.png",
+    "docs/prose/vocabulary.py",
     "benchmarks/results/**/*",
     "tests/cuda_stand_in/README.md",
 )

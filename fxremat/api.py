@@ -83,40 +83,45 @@ def compile(
             such as ``"AdamW"``, or a list of these. Its state is counted from the first step on.
             If ``None``, state is counted once it exists.
         loss: a function that computes a scalar from the outputs, outside the model. Its memory is
-            measured, and outputs that it does not use get no gradient (a backward through one
-            raises). ``"own"`` means that the model computes the loss and returns it, as ``.loss``,
-            ``["loss"]``, the first element of a tuple, or its only output. A :class:`Loss` also
-            has a target, or drops unused outputs. If ``None``, three times the bytes of the
-            outputs are set aside.
-        accumulate: whether to count a second set of gradients, to which the gradients of each step
-            are added. Gradients that already exist are counted in any case.
-        offload: ``"auto"`` also moves activations to host memory and back, while the device
-            computes, where that is faster than recomputing them; ``"only"`` recomputes nothing;
-            ``"conv"`` recomputes nothing and moves only inputs of convolutions and poolings
-            (Hascoet et al.); ``False`` moves nothing. A :class:`HostMemory` also sets how much
-            host memory is used, and where it is.
+            measured. Outputs that it does not use get no gradient, and a backward through one
+            raises :class:`BackwardError`. ``"own"`` means that the model computes the loss and
+            returns it, as ``.loss``, ``["loss"]``, the first element of a tuple, or its only
+            output. A :class:`Loss` also has a target, or drops unused outputs. If ``None``, three
+            times the bytes of the outputs are set aside, as a cross entropy would need.
+        accumulate: whether to count a second set of gradients from the first step on, to which the
+            gradients of each step are added. Gradients that already exist are always counted.
+        offload: whether activations are moved to host memory and back while the device computes.
+            ``False`` moves nothing. ``"auto"`` moves activations where that is faster than
+            recomputing them. ``"only"`` recomputes nothing. ``"conv"`` recomputes nothing and moves
+            only inputs of convolutions and poolings (Hascoet et al.). A :class:`HostMemory` also
+            sets how much host memory is used, and where it is.
         bits: ``"exact"`` computes gradients that are bitwise those of the step without a plan.
-            Runs of operations whose results for some rows (of the batch, the sequence, or both)
-            depend on these rows only may be computed in parts, one after the other: a loss over a
-            vocabulary without its logits, an MLP without its hidden layer. Parts are considered
-            where nothing else fits, where a step takes 1.2 times as long as with everything kept,
-            and for a loss whose gradient is at least an eighth of what a step allocates. Only
-            operations that gave the same bits in parts, at the step's sizes on this machine, are
-            computed in parts. ``"rounding"`` computes others in parts as well, and may rebuild
-            the input of a BatchNorm from the output of the leaky ReLU that follows it; gradients
-            are equal up to rounding. With ``executor="inductor"`` and with ``ranks``, parts
-            require ``"rounding"``; with ``ranks``, a model that is captured as several graphs is
+            A run of operations may be computed in parts, for some rows of the batch or the sequence
+            at a time, if its results for these rows depend only on these rows. A loss over a
+            vocabulary then needs no logits, and an MLP no hidden layer. Parts are considered where
+            nothing else fits, and where a step takes 1.2 times as long as with everything kept.
+            They are also considered for a loss whose gradient is at least an eighth of what a step
+            allocates. Only operations that gave the same bits in parts, at the step's sizes on this
+            machine, are computed in parts. ``"rounding"`` computes others in parts as well, and may
+            rebuild the input of a BatchNorm from the output of the leaky ReLU that follows it.
+            Gradients are then equal up to rounding. With ``executor="inductor"`` and with
+            ``ranks``, parts require ``"rounding"``. With ``ranks``, a model that is captured as several graphs is
             never computed in parts. A :class:`Bits` also verifies bits during training.
-        effort: how much of planning may go into further forms of the step that are not needed to
-            fit, such as those in parts, in multiples of the usual effort, which takes some seconds
-            of CPU time. ``0`` searches only forms that are needed to fit, ``math.inf`` all. An
-            :class:`Effort` also selects forms and solvers. ``explain()`` reports what was skipped.
-        executor: ``"inductor"`` runs pointwise operations and reductions as kernels that Inductor
-            generates, which adds seconds to a minute to this call. At every budget gradients are
-            bitwise those of the same kernels with everything kept, which differ from eager's.
-        dynamic: ``None`` captures the second size of an argument with symbols in place of sizes,
-            and runs all further sizes from that capture; ``True`` captures the first size with
-            symbols as well; ``False`` captures each size separately.
+        effort: how much work planning may spend on forms of the step that are not needed to fit,
+            such as those in parts. It is a multiple of the usual work, which takes some seconds of
+            CPU time. ``0`` searches only forms that are needed to fit, and ``math.inf`` searches
+            all. An :class:`Effort` also selects forms and solvers. ``explain()`` reports what was
+            skipped.
+        executor: ``"eager"`` runs eager's kernels. ``"inductor"`` runs pointwise operations and
+            reductions as kernels that Inductor generates, which adds seconds to a minute to this
+            call. At every budget gradients are bitwise those of the same kernels with everything
+            kept, which differ from eager's. ``"inductor"`` requires a C++ compiler, or Triton on a
+            GPU. It is the default of ``torch.compile(backend="fxremat")`` on a GPU where Triton
+            works.
+        dynamic: whether sizes are captured as symbols. ``None`` captures the second size of an
+            argument with symbols in place of sizes, and runs all further sizes from that capture.
+            ``True`` captures the first size with symbols as well. ``False`` captures each size
+            separately.
         plan: a plan of this step, or the path of a file that :meth:`Plan.save` wrote. It is
             followed, and nothing is measured or planned. All options except the folder of host
             memory must be those that it was made with. ``budget`` may be omitted.
@@ -136,7 +141,7 @@ def compile(
             budget. ``False`` makes such a step, once one step has run to its end, follow the plan
             of least memory, with a ``BudgetWarning`` that names what grew and a sufficient budget.
         assume: what least budgets, ``"min"`` and shares have room for. ``"usual"`` assumes steps
-            of the usual loop from the second one on, in which the previous outputs are still held
+            of the usual loop from the second one on. In these, the previous outputs are still held
             and gradients may exist, set to zero. ``"strict"`` assumes one step, before which
             neither exists, and does not count other networks of the process.
         ranks: the processes that train the model together, and what they do if their budgets
@@ -147,11 +152,13 @@ def compile(
         policy: a function that is called with an :class:`Operation` for each forward operation of a
             captured graph, at the sizes of the capture, and returns what plans do with its
             results. ``"keep"`` saves the results that the backward reads and never recomputes
-            them; ``"recompute"`` does not save them from forward to backward, but recomputes them
-            where the backward reads them; ``"offload"`` saves them in host memory, which requires
-            ``offload``; ``None`` leaves the decision to the planner. The tags ``MUST_SAVE``,
+            them. ``"recompute"`` does not save them from forward to backward, but recomputes them
+            where the backward reads them. ``"offload"`` saves them in host memory, which requires
+            ``offload``. ``None`` leaves the decision to the planner. The tags ``MUST_SAVE``,
             ``MUST_RECOMPUTE`` and ``MUST_CPU_OFFLOAD`` of ``torch.utils.checkpoint``'s selective
-            checkpointing have the same effect where the policy returns ``None``.
+            checkpointing have the same effect where the policy returns ``None``. Hints
+            (``PREFER_...``) have no effect. ``explain()`` names the operations that were decided
+            in this way, and a ``BudgetError`` reports what these decisions cost.
 
     Returns:
         A module that trains exactly as ``model`` does and shares all of its state.

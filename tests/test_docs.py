@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import operator
 import re
@@ -18,8 +17,9 @@ from unittest.mock import patch
 import pytest
 
 import fxremat
+from docs.generated import generated_files, generated_pages
 from fxremat.costs.measured import cache
-from fxremat.options.table import OPTIONS
+from fxremat.options.table import OPTIONS, fields_of
 from fxremat.planner.search.search import GENERATORS_BY_NAME
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +90,8 @@ def check_keywords(call: ast.Call) -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    text = (ROOT / "docs" / "reference.md").read_text()
+    pages = (page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    text = "\n".join(pages)
     assert set(re.findall(r"^::: fxremat\.(\w+)$", text, flags=re.M)) == PUBLIC
 
 
@@ -159,28 +160,36 @@ def test_docstrings_can_be_read_alone(name: str) -> None:
         assert len(first.split()) > 3, (place, first)
 
 
-def made_by(name: str) -> Any:
-    """The module of ``docs/`` that makes a page from the code."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def test_pages_that_are_made_from_the_code_are_current() -> None:
+    for name, content in generated_files(ROOT).items():
+        assert (ROOT / name).read_text() == content, "run: python -m docs.generated"
 
 
-def test_every_option_has_its_row_in_both_tables():
-    page = made_by("option_table").options_page(ROOT)
-    interface = (ROOT / "docs" / "interface.md").read_text().split("## Arguments")[1]
-    for text in (page, interface.split("## Errors")[0]):
-        found = re.findall(r"^\| `(\w+)=`", text, flags=re.M)
-        assert found == [option.name for option in OPTIONS]
+def test_every_option_has_its_row_and_its_section() -> None:
+    page = (ROOT / "docs/reference/options.md").read_text()
+    names = [option.name for option in OPTIONS]
+    assert re.findall(r"^\| \[`(\w+)=`\]\(#\1\)", page, flags=re.M) == names
+    assert re.findall(r"^## `(\w+)`$", page, flags=re.M) == names
     for option in OPTIONS:
         assert all(f"| `{field.name}` |" in page for field in option.fields)
 
 
-def test_every_constant_says_what_it_is_for():
+def test_every_command_and_flag_is_described() -> None:
+    page = (ROOT / "docs/reference/command.md").read_text()
+    flags = {f"--{field.name.replace('_', '-')}" for field in fields_of("plan") if field.flag}
+    assert flags <= set(re.findall(r"`(--[\w-]+)`", page))
+
+
+def test_every_environment_variable_is_described() -> None:
+    page = (ROOT / "docs/reference/environment.md").read_text()
+    code = (path.read_text() for path in (ROOT / "fxremat").rglob("*.py"))
+    used = {name for text in code for name in re.findall(r"\bFXREMAT_[A-Z]+\b", text)}
+    assert used and used <= set(re.findall(r"^\| `(\w+)`", page, flags=re.M))
+
+
+def test_every_constant_says_what_it_is_for() -> None:
     """Its page is made of these words."""
-    page = made_by("constants").constants_page(ROOT)
+    page = generated_pages(ROOT)["docs/reference/constants.md"]
     rows = [line for line in page.splitlines() if line.startswith("| ") and "`" in line]
     assert len(rows) > 100
     assert not [row for row in rows if row.endswith("|  |")]

@@ -1,12 +1,12 @@
-"""``python -m docs.prose [--long] [--words] [FILES]``: print what to rewrite; exit code 1 if anything is."""
+"""``python -m docs.prose [FILES]``: print what to rewrite; the exit code is 1 if anything is."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from docs.generated import generated_pages
 from docs.prose.checks import (
     LONG_WORDS,
     Finding,
@@ -35,9 +35,6 @@ def pages() -> Iterator[tuple[str, str]]:
     """Yield all pages, those made from code included: path from the root, and text."""
     for path in sorted({path for pattern in PAGES for path in ROOT.glob(pattern)}):
         yield path.relative_to(ROOT).as_posix(), path.read_text()
-    sys.path.insert(0, str(ROOT / "docs"))
-    from generated import generated_pages  # noqa: PLC0415
-
     yield from generated_pages(ROOT).items()
 
 

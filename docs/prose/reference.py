@@ -18,7 +18,7 @@ _Documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def public_docstrings(root: Path) -> list[tuple[str, list[Block]]]:
     """Return, by file, the docstrings of what a page of the reference names."""
     found: dict[str, list[Block]] = defaultdict(list)
-    for page in sorted((root / "docs").rglob("*reference*/*.md")) or [root / "docs/reference.md"]:
+    for page in sorted((root / "docs/reference").glob("*.md")):
         for name in re.findall(r"^::: ([\w.]+)", page.read_text(), flags=re.M):
             documented = _resolve(name)
             file = f"{documented.__module__.replace('.', '/')}.py"

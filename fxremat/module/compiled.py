@@ -35,6 +35,10 @@ class CompiledModule(nn.Module):
     ``__dict__``, so that all other code treats it as the model. Its forward runs as planned; in
     eval mode and without gradients it is the model's. Hooks of the model run before and after it.
 
+    A copy is planned at its first training call. So is a module that was pickled, which loses a
+    function given as ``loss``. Its plans reserve what that loss was observed to need. If no step
+    had run before it was pickled, they reserve nothing for it, and a ``BudgetWarning`` says so.
+
     Attributes:
         plan: the plan of the latest step, or of the sample before any step: a ``StepPlan`` if the
             model is captured as several graphs.

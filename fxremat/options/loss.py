@@ -33,10 +33,13 @@ class Loss:
             ``target``, outside the model; or ``"own"`` if the model returns its loss.
         target: the second argument of a loss such as ``torch.nn.CrossEntropyLoss()``, called as
             ``function(model(x), target)``: a tensor for the sample's size, or a tuple or dict of
-            tensors. It is counted as held throughout the step.
+            tensors. It is counted as held throughout the step, with the size that it has here. For
+            larger batches, pass a larger one or set ``reserve``.
         drop_unused: whether to return ``None`` in place of outputs that ``function`` does not use,
             such as logits that are returned with a loss. Callers cannot hold them, so they are
-            counted only as long as the step itself needs them.
+            counted only as long as the step itself needs them. If a model with ``"own"`` returns
+            logits and they are not dropped, up to three times their bytes are set aside: for their
+            gradient, and for a loss that might use them.
 
     Raises:
         ArgumentError: ``function`` has another type, requires a ``target`` that is missing, or

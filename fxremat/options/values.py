@@ -58,7 +58,8 @@ class HostMemory:
             recomputes nothing; ``"conv"`` recomputes nothing and moves only inputs of convolutions
             and poolings (Hascoet et al.).
         limit: maximum host memory to use, as ``"8 GiB"`` or bytes, or ``None`` for as much as the
-            plan takes. It is allocated once, and freed with the module that ``compile`` returns.
+            plan takes. It limits all graphs and steps together, and all processes on one machine.
+            The memory is allocated once, and freed with the module that ``compile`` returns.
         folder: if the step runs on a CPU, the folder of the file that represents host memory, on a
             fast disk or in memory, or ``None`` for the system's folder for temporary files.
 

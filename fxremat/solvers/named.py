@@ -27,7 +27,7 @@ SOLVERS = {
     "cpsat_offload": "papers.cpsat.offload",
 }
 """For each name of a solver, its module in ``fxremat.solvers``, whose docstring says what it
-finds."""
+finds. The docstring of :func:`solve` lists the names."""
 
 JOIN_SOLVERS = ("join", "equiv_chain", "cpsat_join")
 """Solvers of a ``JoinProblem``; ``join`` and ``equiv_chain`` accept a ``Problem`` as well."""
@@ -49,8 +49,10 @@ def solve(name: str, problem: Problem | JoinProblem, /, **options: Any) -> Solut
     """Find a schedule with one of the papers' algorithms, without torch.
 
     Args:
-        name: ``"rotor"``, ``"revolve"``, ``"pofo"``, ``"join"``, ``"dynprog"`` or another name in
-            ``fxremat.solvers.named.SOLVERS``.
+        name: ``"store_all"``, ``"periodic"``, ``"revolve"``, ``"rotor"``, ``"join"``,
+            ``"equiv_chain"``, ``"pofo"``, ``"greedy"``, ``"dynprog"``, ``"vdnn"``, ``"conv"``,
+            ``"cpsat"``, ``"cpsat_join"`` or ``"cpsat_offload"``. Each solver's module describes
+            which schedules it finds.
         problem: an ``fxremat.ir.Problem``: a chain of stages, their costs in bytes and seconds, and
             a budget in bytes. ``Problem(plan.chain, plan.costs, budget_bytes)`` is that of a plan.
             Or an ``fxremat.ir.JoinProblem`` of branches that meet in a trunk.
