@@ -1,8 +1,9 @@
 """How far the gradients of a step are from those of a step that recomputes nothing.
 
 A GPT of four blocks with dropout takes one step from the same state of the generator each time. Its
-gradients are compared with those of eager PyTorch. ``activation_memory_budget`` needs a backend that
-draws other masks than eager even where it recomputes nothing, so it is compared with its share of 1.
+gradients are compared with those of eager PyTorch. ``activation_memory_budget`` needs a backend
+that draws other masks than eager even if it recomputes nothing, so it is compared with its share of
+1.
 Run: python -m benchmarks.pictures.bits
 """
 
