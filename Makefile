@@ -4,7 +4,7 @@
 # `make test-cuda` needs no GPU: torch's CUDA build over a stand-in for the driver, in .venv-cuda.
 # `make package` builds the wheel and the sdist into dist/, checks them, and runs them.
 # `TORCH=2.15.0 make test` does so with another torch, in an environment of its own;
-# `TORCH=newest` takes the newest that pip finds.
+# `TORCH=newest` takes the newest release that pip finds, and `TORCH=nightly` also nightly builds.
 
 PYTHON ?= python3
 TORCH ?=
@@ -78,8 +78,10 @@ $(VENV)/ready-dev: $(VENV)/ready
 	$(VENV)/bin/python $(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
+REQUIREMENT_newest := torch
+REQUIREMENT_nightly := torch>=0.dev0
 .venv-torch-%.txt:
-	echo $(if $(filter newest,$*),,torch==$*) >$@
+	echo '$(or $(REQUIREMENT_$*),torch==$*)' >$@
 
 .venv-works/ready: pyproject.toml $(CONSTRAINTS)
 	test -x .venv-works/bin/python || $(PYTHON) -m venv .venv-works
