@@ -105,8 +105,9 @@ def compile(
             machine, are computed in parts. ``"rounding"`` computes others in parts as well, and may
             rebuild the input of a BatchNorm from the output of the leaky ReLU that follows it.
             Gradients are then equal up to rounding. With ``executor="inductor"`` and with
-            ``ranks``, parts require ``"rounding"``. With ``ranks``, a model that is captured as several graphs is
-            never computed in parts. A :class:`Bits` also verifies bits during training.
+            ``ranks``, parts require ``"rounding"``. With ``ranks``, a model that is captured as
+            several graphs is never computed in parts. A :class:`Bits` also verifies bits during
+            training.
         effort: how much work planning may spend on forms of the step that are not needed to fit,
             such as those in parts. It is a multiple of the usual work, which takes some seconds of
             CPU time. ``0`` searches only forms that are needed to fit, and ``math.inf`` searches

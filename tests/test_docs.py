@@ -56,6 +56,16 @@ def test_each_test_that_works_with_names_exists() -> None:
         assert function in defined, (path, function)
 
 
+def test_each_row_of_works_with_has_its_test() -> None:
+    rows, tests = (ROOT / "docs/works-with.md").read_text().split("## Tests of the rows")
+    tables = rows.split("\n## ", 1)[1]
+    named = [line.split(" | ")[0] for line in tests.splitlines() if line.startswith("| ")]
+    for line in tables.splitlines():
+        if line.startswith("| ") and not line.endswith("the step is |"):
+            row = line.split(" | ")[0]
+            assert row in named or "while_loop` with a gradient" in row, row
+
+
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):

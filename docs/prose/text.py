@@ -64,8 +64,11 @@ def blocks_of_page(text: str, first_line: int = 1) -> list[Block]:
 
 
 def _run_in(prose: str) -> str:
-    """Return prose in which a heading that starts a paragraph, as ``**Costs.**``, is a clause."""
-    prose = re.sub(rf"\A{_STRONG}([^{_STRONG}]+)\.{_STRONG}", r"\1:", prose)
+    """Return prose in which a heading at the start, as ``**Costs.**``, ends as a question does.
+
+    It then is a sentence of any length, even of one word.
+    """
+    prose = re.sub(rf"\A{_STRONG}([^{_STRONG}]+)\.{_STRONG}", r"\1?", prose)
     return prose.replace(_STRONG, "")
 
 
@@ -79,7 +82,7 @@ def _read(token: Token) -> str:
             return CODE
         case "image":
             return token.content
-        case "strong_open" | "strong_close":
+        case "strong_open" | "strong_close" | "em_open" | "em_close":
             return _STRONG
         case _:
             return ""

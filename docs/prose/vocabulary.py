@@ -173,10 +173,10 @@ VOCABULARY = (
     Entry(
         "Of a ... (a fragment)",
         "a clause with a subject and a verb",
-        "A sentence that begins with 'Of' has lost its subject.",
-        _STARTS + r"(?-i:Of)\s+(?:an?|the|each|every|what|its|this|that|all)\b",
-        ("Of a call.", "It is counted. Of each call, once."),
-        ("The arguments of a call.", "Of 25 scripts, 16 ran."),
+        "A sentence needs a subject.",
+        _STARTS + r"(?-i:Of)\s+(?:an?|the|each|every|what|its|this|that|all)\b[^,.:;]*\.",
+        ("Of a call.", "It is counted. Of the calls that wait."),
+        ("The arguments of a call.", "Of the scripts, 16 ran.", "Of 25 scripts, 16 ran."),
     ),
     Entry(
         "Both. (a fragment)",

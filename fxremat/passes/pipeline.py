@@ -96,7 +96,7 @@ def has_parts(config: PassConfig) -> bool:
 
 
 def _take_objects(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Make one operation of each operator that runs inner graphs, such as ``torch.cond``."""
+    """Replace each operator that runs inner graphs, such as ``torch.cond``, by one operation."""
     module = with_nested(graph.module)
     return graph if module is graph.module else graph.changed(module)
 
@@ -108,19 +108,19 @@ def _cut_scans(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 
 
 def _take_sparse(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Make operations on dense tensors of those that make sparse ones."""
+    """Replace operations that return sparse tensors by operations on dense ones."""
     module = with_sparse(graph.module)
     return graph if module is graph.module else graph.changed(module)
 
 
 def _take_launches(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Make an operation, named after its kernel, of each launch of a user's Triton kernel."""
+    """Replace each launch of a user's Triton kernel by an operation named after the kernel."""
     module = with_launches(graph.module)
     return graph if module is graph.module else graph.changed(module)
 
 
 def _gather_data_sizes(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Make one operation of those that compute with sizes which depend on data."""
+    """Replace operations on sizes that depend on data by one operation that contains them."""
     module = gather_data_sizes(
         graph.module,
         forward_output_count=graph.forward_output_count,
@@ -131,14 +131,14 @@ def _gather_data_sizes(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 
 
 def _lay_as_kernels(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Give each tensor the layout in which its kernel really leaves it."""
+    """Give each tensor the layout that its kernel produces."""
     assert config.left is not None
     module = as_kernels_leave(graph.module, config.left)
     return graph if module is graph.module else graph.changed(module)
 
 
 def _take_effects(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Make an operation that runs once of each operator with an ordered effect."""
+    """Replace each operator with an ordered effect by an operation that runs once."""
     module = with_effects(graph.module)
     return graph if module is graph.module else graph.changed(module)
 
@@ -165,7 +165,7 @@ def _place(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 
 
 def _compile_attention(graph: StepGraph, *, config: PassConfig) -> StepGraph:
-    """Make a unit, which Inductor compiles, of each FlexAttention on a GPU."""
+    """Replace each FlexAttention on a GPU by a unit, which Inductor compiles."""
     module = with_attention_kernels(graph.module, config.attention_units)
     if module is graph.module:
         return graph
@@ -423,18 +423,21 @@ def passes_page() -> str:
 def _page_lines() -> Iterator[str]:
     yield "# Passes"
     yield ""
-    yield "From a captured graph to its stages, in the order in which they run."
-    yield "`python -m fxremat.passes` prints this page; [Adding to it](extending.md) adds a pass."
+    yield "These passes turn a captured graph into stages. They run in this order. `make format`"
+    yield "writes this page from the list of passes. [Extending](extending.md#a-pass) adds a pass."
     yield ""
-    yield "With `FXREMAT_CHECK=1` in the environment each pass is checked as it runs. A violated"
-    yield "contract is a `GraphError` that names the pass and the node. Between any two passes:"
+    yield "Each pass has a contract: what it requires of the graph, and what it ensures. With"
+    yield "`FXREMAT_CHECK=1` in the environment, contracts are checked as passes run. A violated"
+    yield "contract raises a `GraphError` that names the pass and the node."
+    yield ""
+    yield "Every pass must keep these conditions:"
     yield ""
     yield from (f"* {statement_of(condition)}." for condition in check.INVARIANTS)
     printed: set[str] = set()
     for number, entry in enumerate(PASSES, 1):
         yield f"\n## {number}. {entry.name}\n"
         if entry.name in printed:
-            yield f"As above.{_when(entry)}"
+            yield f"The same pass as above.{_when(entry)}"
         else:
             yield f"{statement_of(entry.run)}.{_when(entry)}"
             yield from _contract_lines(entry)

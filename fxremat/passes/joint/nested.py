@@ -1,4 +1,4 @@
-"""Make one operation of each operator that runs inner graphs, such as ``torch.cond``.
+"""Replace each operator that runs inner graphs, such as ``torch.cond``, by one operation.
 
 Such a node reads its graphs as attributes of the module that it is in. Here it calls a
 :class:`fxremat.runtime.nested.Nested`, which has the graphs, and reads tensors and numbers only. So
