@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fxremat.errors import ArgumentError
+from fxremat.errors import refuse
 from fxremat.solvers.numbers import Floats
 
 
@@ -26,9 +26,7 @@ def whole_count(count: object, *, name: str) -> int:
     """
     if isinstance(count, int | np.integer) and not isinstance(count, bool) and count >= 1:
         return int(count)
-    raise ArgumentError(
-        f"{name} is {count!r}, must be at least 1 and a whole number", argument=name, value=count
-    )
+    refuse(name, count, "a whole number of at least 1")
 
 
 def quantum_bytes(available_bytes: int, *, slots: int) -> int:
