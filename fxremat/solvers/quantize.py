@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fxremat.errors import refuse
+from fxremat.errors import ArgumentError
 from fxremat.solvers.numbers import Floats
 
 
@@ -26,7 +26,9 @@ def whole_count(count: object, *, name: str) -> int:
     """
     if isinstance(count, int | np.integer) and not isinstance(count, bool) and count >= 1:
         return int(count)
-    refuse(name, count, "a whole number of at least 1")
+    raise ArgumentError(
+        f"{name} is {count!r}, must be at least 1 and a whole number", argument=name, value=count
+    )
 
 
 def quantum_bytes(available_bytes: int, *, slots: int) -> int:
