@@ -18,7 +18,7 @@ PACKAGE = Path(fxremat.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "console", "optional", "jit", "ir"),
-    ("effort", "progress", "torch_versions"),
+    ("diagnostics", "effort", "progress", "torch_versions"),
     ("torch_compat", "report", "solvers"),
     ("runtime", "solvers/join"),
     ("solvers/papers",),
@@ -60,6 +60,7 @@ TORCH_FREE = (
     "optional",
     "jit",
     "ir",
+    "diagnostics",
     "effort",
     "progress",
     "torch_versions",
