@@ -14,10 +14,10 @@ from option_table import options_page
 
 PAGES = (
     "*.md",
+    "docs/images/*.png",
     "LICENSE",
     "docs/**/*.md",
     "docs/*.png",
-    "docs/images/*.png",
     "benchmarks/results/**/*",
     "tests/cuda_stand_in/README.md",
 )
