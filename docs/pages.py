@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 
 PAGES = (
     "*.md",
+    "docs/images/*.png",
     "LICENSE",
     "docs/**/*.md",
     "docs/*.png",

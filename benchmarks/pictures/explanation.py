@@ -188,7 +188,7 @@ def ablation() -> None:
 
 def copies() -> None:
     """Draw the three lanes of a plan that offloads."""
-    plan = plan_of(0.35, "auto")
+    plan = plan_of(0.5, "only")
     lanes = {Lane.COMPUTE: 0, Lane.D2H: 1, Lane.H2D: 2}
     figure, axes = new_picture(2.4)
     seen: set[int] = set()
@@ -204,10 +204,11 @@ def copies() -> None:
             seen.add(op.stage)
         axes.barh(lanes[event.lane], event.end_s - event.start_s, left=event.start_s, height=0.7,
                   color=color)  # fmt: skip
+    for share, name in ((0.02, "forward"), (0.5, "backward")):
+        axes.text(share * plan.predicted_s, 0, name, color="white", va="center", weight="bold")
     axes.set_yticks([0, 1, 2], ["compute", "to the host", "from the host"])
     axes.invert_yaxis()
     axes.set_xlabel("seconds since the step began")
-    print(plan.predicted_s / plan.baseline_s, plan.host_bytes / MIB, plan.budget_bytes / MIB)
     write(figure, "copies")
 
 
