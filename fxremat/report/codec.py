@@ -33,7 +33,7 @@ OMITTED = "omitted"
 TAG = "is"
 """Where a value may be of several classes: the name of its own."""
 
-VERSION = 4
+VERSION = 5
 """Of all that is written. Raised when the form of any of it changes."""
 
 LARGEST = 2**53
