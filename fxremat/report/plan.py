@@ -106,7 +106,7 @@ class Shown:
         write_made("trace", path, lambda: trace_of(_any(self), traced).encode())
 
     def __repr__(self) -> str:
-        """Return a summary in five lines."""
+        """Return a summary in a few lines."""
         from fxremat.report.brief import shortly  # noqa: PLC0415
 
         return shortly(_any(self))
