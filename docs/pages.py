@@ -17,6 +17,7 @@ PAGES = (
     "LICENSE",
     "docs/**/*.md",
     "docs/*.png",
+    "examples/*",
     "benchmarks/results/**/*",
     "tests/cuda_stand_in/README.md",
 )
