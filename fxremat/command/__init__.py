@@ -1,4 +1,4 @@
-"""The ``fxremat`` command: estimates a step, plans one, and displays a saved plan.
+"""The ``fxremat`` command: estimates, plans and diagnoses a step, and describes the machine.
 
 This module does not import torch, which takes seconds to load, so that help appears at once.
 """
@@ -25,6 +25,12 @@ FITS, TOO_LARGE, WRONG, FAILED = range(4)
 LIBRARY = "transformers"
 """The module in a source ``transformers:CLASS``, whose models are made from a configuration."""
 
+IMAGES = "timm"
+"""The module in a source ``timm:NAME``, whose models are made by name."""
+
+_MODULES = {"env": "env", "doctor": "doctor"}
+"""The modules of commands with a module of their own; their function is ``run``."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
@@ -38,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         run: Callable[[argparse.Namespace], int]
-        run = getattr(importlib.import_module("fxremat.command.run"), asked.command)
+        name = _MODULES.get(asked.command)
+        module = importlib.import_module(f"fxremat.command.{name or 'run'}")
+        run = getattr(module, "run" if name else asked.command)
         with _logged():
             return run(asked)
     except BudgetError as error:
@@ -75,7 +83,8 @@ def _report_error(asked: argparse.Namespace, error: Exception, code: int) -> int
     if code == FAILED:
         message = " ".join(message.split())
         if not isinstance(error, FxrematError):
-            message = f"{asked.source} failed: {type(error).__name__}: {message}"
+            what = getattr(asked, "source", asked.command)
+            message = f"{what} failed: {type(error).__name__}: {message}"
         if not asked.traceback:
             message += " (--traceback prints where)"
     sys.stderr.write(f"fxremat: {message}\n")
@@ -120,16 +129,24 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="print a saved plan")
     report.add_argument("source", metavar="PLAN", help="file that Plan.save wrote")
     _add_output(report)
+    _add_env(commands.add_parser("env", help="describe this machine, for a report of a problem"))
     return parser
+
+
+def _add_env(env: argparse.ArgumentParser) -> None:
+    env.description = "Print versions, devices, compilers and caches, as an issue needs them."
+    env.epilog = "Exit codes: 0 compile has what it needs, 1 something is missing."
+    _add_json(env)
 
 
 def _add_step(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the arguments of a command that name a training step, its options and its output."""
     parser.add_argument(
         "source",
-        help=f"MODULE:FUNCTION that returns (model, sample), or {LIBRARY}:CLASS with --batch",
+        help=f"MODULE:FUNCTION that returns (model, sample), or {LIBRARY}:CLASS or {IMAGES}:NAME "
+        "with --batch",
     )
-    group = parser.add_argument_group(f"a model of {LIBRARY}")
+    group = parser.add_argument_group(f"a model of {LIBRARY} or {IMAGES}")
     group.add_argument("--config", type=Path, metavar="JSON", help="file of its configuration")
     group.add_argument("--batch", metavar="4x2048", help="shape of its main input")
     group.add_argument(
@@ -168,6 +185,10 @@ def _help(text: str) -> str:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as an HTML page")
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")
