@@ -129,8 +129,24 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="print a saved plan")
     report.add_argument("source", metavar="PLAN", help="file that Plan.save wrote")
     _add_output(report)
+    _add_doctor(commands.add_parser("doctor", help="find out what can be planned of a model"))
     _add_env(commands.add_parser("env", help="describe this machine, for a report of a problem"))
     return parser
+
+
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    doctor.description = (
+        "Capture a model on this machine, and print what is planned, what runs as it is and why, "
+        "the least budget, what the first step takes, and recommendations. The step is planned "
+        "for several budgets. A model in several graphs is trained for some steps on the sample; "
+        "its parameters and buffers are not changed."
+    )
+    doctor.epilog = (
+        "Exit codes: 0 all is planned, or runs as it is at a cost that is printed; 1 something "
+        "prevents planning; 2 wrong arguments; 3 the model failed."
+    )
+    _add_step(doctor, "doctor", has_plan=False)
+    doctor.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
 
 
 def _add_env(env: argparse.ArgumentParser) -> None:
@@ -139,7 +155,7 @@ def _add_env(env: argparse.ArgumentParser) -> None:
     _add_json(env)
 
 
-def _add_step(parser: argparse.ArgumentParser, command: str) -> None:
+def _add_step(parser: argparse.ArgumentParser, command: str, *, has_plan: bool = True) -> None:
     """Add the arguments of a command that name a training step, its options and its output."""
     parser.add_argument(
         "source",
@@ -164,7 +180,10 @@ def _add_step(parser: argparse.ArgumentParser, command: str) -> None:
     for field in fields_of(command):
         if field.flag and field.name != "loss":  # of which the command knows more
             _add_flag(options, field)
-    _add_output(parser)
+    if has_plan:
+        _add_output(parser)
+    else:
+        _add_json(parser)
 
 
 def _add_flag(parser: argparse._ActionsContainer, field: Field) -> None:

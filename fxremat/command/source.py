@@ -95,7 +95,7 @@ def _step_of(asked: argparse.Namespace) -> Step:
         sys.path.insert(0, os.curdir)  # as python -m does
     try:
         library = importlib.import_module(module)
-        source = None if module == IMAGES else getattr(library, name)
+        source: Any = None if module == IMAGES else getattr(library, name)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # the module itself imports a missing one
