@@ -103,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fxremat",
         description="Make PyTorch training fit in a stated number of bytes.",
-        epilog="Exit codes: 0 fits, 1 does not fit, 2 wrong arguments, 3 the model failed.",
+        epilog="Exit codes: 0 fits, 1 does not fit, 2 wrong arguments, 3 the model failed. For "
+        "arguments, and for exit codes of doctor and env: fxremat COMMAND --help.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -129,8 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="print a saved plan")
     report.add_argument("source", metavar="PLAN", help="file that Plan.save wrote")
     _add_output(report)
-    _add_doctor(commands.add_parser("doctor", help="find out what can be planned of a model"))
-    _add_env(commands.add_parser("env", help="describe this machine, for a report of a problem"))
+    _add_doctor(commands.add_parser("doctor", help="say what is planned of a model, and why"))
+    _add_env(commands.add_parser("env", help="print versions and devices, for a bug report"))
     return parser
 
 
@@ -164,7 +165,7 @@ def _add_step(parser: argparse.ArgumentParser, command: str, *, has_plan: bool =
     )
     group = parser.add_argument_group(f"a model of {LIBRARY} or {IMAGES}")
     group.add_argument("--config", type=Path, metavar="JSON", help="file of its configuration")
-    group.add_argument("--batch", metavar="4x2048", help="shape of its main input")
+    group.add_argument("--batch", metavar="SHAPE", help="shape of its main input, such as 4x2048")
     group.add_argument(
         "--dtype",
         default="float32",

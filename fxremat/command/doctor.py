@@ -18,6 +18,7 @@ from torch import nn
 
 from fxremat.cache.folder import VARIABLE, Store
 from fxremat.capture.sample import Sample, call_without_data, check_sample
+from fxremat.command.env import home_shortened
 from fxremat.command.opaque import opaque_in, operations_of, shortened
 from fxremat.command.points import kept_point, least_point
 from fxremat.command.source import Step, load, local_device, options_of, print_json
@@ -144,7 +145,7 @@ class _Examination:
         """Yield an examination in a temporary cache folder, which is deleted afterwards."""
         own, before = Store.of_environment().folder, os.environ.get(VARIABLE)
         nearest = own and next(p for p in (own, *own.parents) if p.exists())
-        users = str(own) if nearest and os.access(nearest, os.W_OK) else None
+        users = home_shortened(str(own)) if nearest and os.access(nearest, os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix="fxremat-doctor-") as folder:
             os.environ[VARIABLE] = folder
             try:

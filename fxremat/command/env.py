@@ -151,11 +151,10 @@ def _shortly(error: BaseException) -> str:
 
 def _without_home(fact: Fact) -> Fact:
     """Return ``fact`` with ``~`` in place of the user's home folder."""
-    home = str(_home() or "").rstrip(os.sep)
 
     def shortened(value: Any) -> Any:
-        if isinstance(value, str) and len(home) > 1:
-            return re.sub(rf"{re.escape(home)}(?=$|[^\w.-])", "~", value)
+        if isinstance(value, str):
+            return home_shortened(value)
         if isinstance(value, dict):
             return {key: shortened(item) for key, item in value.items()}
         return [shortened(item) for item in value] if isinstance(value, list) else value
@@ -163,6 +162,12 @@ def _without_home(fact: Fact) -> Fact:
     return Fact(
         fact.name, shortened(fact.text), shortened(fact.data), problem=shortened(fact.problem)
     )
+
+
+def home_shortened(text: str) -> str:
+    """Return ``text`` with ``~`` in place of the user's home folder."""
+    home = str(_home() or "").rstrip(os.sep)
+    return re.sub(rf"{re.escape(home)}(?=$|[^\w.-])", "~", text) if home else text
 
 
 def _home() -> Path | None:

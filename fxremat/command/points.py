@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from fxremat import torch_compat
 from fxremat.capture.isolation import generators_restored, in_training
-from fxremat.command.opaque import line_of
+from fxremat.command.opaque import line_of, shortened
 from fxremat.command.trial import Trial
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import least_of
@@ -73,7 +75,12 @@ def needed_by(trial: Trial) -> str:
     model = original_of(trial.module)
     with generators_restored(), in_training(model), torch.enable_grad():
         context = usual_context(graph, first, training.loop.budget)
-        return least_of(pools(graph, context, None, run=False)).describe_least()
+        return _bare(least_of(pools(graph, context, None, run=False)).describe_least())
+
+
+def _bare(phrase: str) -> str:
+    """Return a phrase that names a line of the model with the path of its file shortened."""
+    return re.sub(r"(?<=, at )\S+(?=:\d+ )", lambda match: shortened(match[0]), phrase)
 
 
 def _last_made(memory: StepMemory, graph: Graph) -> str:
