@@ -2,23 +2,37 @@
 # `make docs` writes the site into site/, with an environment of its own in .venv-docs.
 # `make test-works` trains with other libraries, in an environment that has them: .venv-works.
 # `make test-cuda` needs no GPU: torch's CUDA build over a stand-in for the driver, in .venv-cuda.
+# `make package` builds the wheel and the sdist into dist/, checks them, and runs them.
+# `TORCH=2.15.0 make test` does so with another torch, in an environment of its own;
+# `TORCH=newest` takes the newest release that pip finds, and `TORCH=nightly` also nightly builds.
 
 PYTHON ?= python3
-PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2
+TORCH ?=
+VENV := .venv$(TORCH:%=-torch-%)
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2
+PIP_INSTALL = -m pip install -qq --disable-pip-version-check
+ifdef TORCH
+CONSTRAINTS ?= $(VENV).txt
+else
+CONSTRAINTS ?= constraints.txt
+endif
+
+# Changes when a tag is made, and with it the version of an editable install.
+TAGS := $(wildcard $(shell git rev-parse --git-path refs/tags 2>/dev/null))
 
 ON_CUDA := STAND_IN_SMALL=1 tests/cuda_stand_in/run.sh .venv-cuda python -m pytest -n 2 \
 	--dist loadfile -p cuda_stand_in_pytest
 
-.PHONY: demo test test-slow test-works test-cuda test-cuda-slow lint format docs clean
+.PHONY: demo test test-slow test-works test-cuda test-cuda-slow lint format docs package package-extras clean
 
 # One thread: on a busy machine, threads that wait for each other make step times meaningless.
-demo: .venv/ready
-	OMP_NUM_THREADS=1 .venv/bin/python -m demo.train
+demo: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m demo.train
 
-test: .venv/ready
+test: $(VENV)/ready
 	$(PYTEST) -m "not slow and not cuda"
 
-test-slow: .venv/ready
+test-slow: $(VENV)/ready
 	$(PYTEST) -m "(slow or hypothesis) and not cuda" --hypothesis-profile=many
 
 test-works: .venv-works/ready
@@ -30,37 +44,53 @@ test-cuda: .venv-cuda/ready
 test-cuda-slow: .venv-cuda/ready
 	test -e .venv-cuda/unavailable || $(ON_CUDA) -m "cuda and not gpu"
 
-lint: .venv/ready-dev
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-	.venv/bin/mypy
-	.venv/bin/python -m docs.prose
+lint: $(VENV)/ready-dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m docs.prose
 
-format: .venv/ready-dev
-	.venv/bin/ruff check --fix .
-	.venv/bin/ruff format .
-	.venv/bin/python -m docs.generated
-	.venv/bin/python -m fxremat.passes > docs/passes.md
+format: $(VENV)/ready-dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/python -m docs.generated
+	$(VENV)/bin/python -m fxremat.passes > docs/passes.md
 
 docs: .venv-docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 
+package: .venv-package/ready
+	.venv-package/bin/python .ci/package
+
+package-extras: .venv-package/ready
+	.venv-package/bin/python .ci/package --extras
+
 clean:
-	rm -rf .venv .venv-cuda .venv-docs .venv-works site
+	rm -rf .venv .venv-cuda .venv-docs .venv-package .venv-torch-* .venv-works build dist site
 
 # Made again when what it is made of changes, so that a second run is quick.
-.venv/ready: pyproject.toml constraints.txt
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test]'
+$(VENV)/ready: pyproject.toml $(CONSTRAINTS) $(TAGS)
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[test]'
 	touch $@
 
-.venv/ready-dev: .venv/ready
-	.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(VENV)/ready-dev: $(VENV)/ready
+	$(VENV)/bin/python $(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
-.venv-works/ready: pyproject.toml constraints.txt
+REQUIREMENT_newest := torch
+REQUIREMENT_nightly := torch>=0.dev0
+.venv-torch-%.txt:
+	echo '$(or $(REQUIREMENT_$*),torch==$*)' >$@
+
+.venv-works/ready: pyproject.toml $(CONSTRAINTS)
 	test -x .venv-works/bin/python || $(PYTHON) -m venv .venv-works
-	.venv-works/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[works]'
+	.venv-works/bin/python $(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[works]'
+	touch $@
+
+.venv-package/ready: .ci/package-requirements.txt
+	test -x .venv-package/bin/python || $(PYTHON) -m venv .venv-package
+	.venv-package/bin/python $(PIP_INSTALL) -r $<
 	touch $@
 
 .venv-cuda/ready: constraints.txt $(wildcard tests/cuda_stand_in/*)
@@ -69,5 +99,5 @@ clean:
 
 .venv-docs/ready: docs/requirements.txt
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install -qq --disable-pip-version-check -r $<
+	.venv-docs/bin/python $(PIP_INSTALL) -r $<
 	touch $@

@@ -13,9 +13,11 @@ from mkdocs.structure.files import File, Files
 
 PAGES = (
     "*.md",
+    "docs/images/*.png",
     "LICENSE",
     "docs/**/*.md",
     "docs/*.png",
+    "docs/images/*.png",
     "docs/prose/vocabulary.py",
     "benchmarks/results/**/*",
     "tests/cuda_stand_in/README.md",

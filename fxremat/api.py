@@ -302,7 +302,9 @@ def max_batch(
     read = Budget.read(budget)
     budget_bytes = read.nbytes
     if budget_bytes is None:
-        raise BudgetError(f"budget must be bytes, as '6 GiB' or an int, but got {budget!r}")
+        raise BudgetError(
+            f"budget must be bytes, as '6 GiB' or an int, but got {budget!r}", code="FXR001"
+        )
     options = _whole("max_batch", options)
     asked = read_dim(model, call, dim)
     try:

@@ -1,4 +1,7 @@
-"""Errors raised by fxremat. Each message names the object, the numbers and the remedy.
+"""Errors and warnings of fxremat. Each message names the object, the numbers and the remedy.
+
+Each has a code such as ``FXR012``, which :mod:`fxremat.diagnostics` and docs/troubleshooting.md
+explain.
 
 Two of them reject arguments of the caller: :class:`BudgetError` a budget, :class:`ArgumentError`
 any other argument with a wrong type or value. All others report a problem with the model that
@@ -9,14 +12,71 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, ClassVar, NoReturn
 
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = 200
 
 
-class FxrematError(Exception):
-    """Base of all errors raised by fxremat."""
+FAULT = "FXR900"
+"""The code of a fault of fxremat itself."""
+
+PAGE = "docs/troubleshooting.md"
+"""The page that explains all codes."""
+
+
+class _Coded(Exception):  # noqa: N818, the base of warnings, too
+    """Base of errors and warnings that have a code, with which their printed text ends.
+
+    Attributes:
+        code: the code, such as ``"FXR012"``; empty if whoever made the exception gave none.
+    """
+
+    default_code: ClassVar[str] = ""
+
+    def __init__(self, message: str = "", *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code or self.default_code
+
+    @property
+    def message(self) -> str:
+        """Return the text without the line that names the code."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        """Return the message and, on a line of its own, the code and where it is explained."""
+        if not self.code:
+            return self.message
+        place = f"{PAGE}#{self.code.lower()}"
+        return f"{self.message}\n[{self.code}: {place}, or run: fxremat explain {self.code}]"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy without calling the constructor, whose arguments differ by class."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[_Coded], args: tuple[Any, ...], attributes: dict[str, Any]) -> _Coded:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
+
+class FxrematError(_Coded):
+    """Base of all errors raised by fxremat.
+
+    Attributes:
+        code: the code of the error, such as ``"FXR012"``: ``fxremat explain FXR012`` explains it.
+        message: the text of the error, without the code.
+    """
+
+
+class FxrematWarning(_Coded, UserWarning):
+    """Base of all warnings issued by fxremat.
+
+    Attributes:
+        code: the code of the warning, such as ``"FXR112"``: ``fxremat explain FXR112`` explains it.
+        message: the text of the warning, without the code.
+    """
 
 
 class BudgetError(FxrematError):
@@ -34,19 +94,20 @@ class BudgetError(FxrematError):
         self,
         message: str,
         *,
+        code: str = "",
         least_budget_bytes: int | None = None,
         largest: dict[str, int] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, code=code)
         self.least_budget_bytes = least_budget_bytes
         self.largest = dict(largest or {})
 
 
-class BudgetWarning(UserWarning):
+class BudgetWarning(FxrematWarning):
     """A step may exceed its budget, for a reason that was unknown when it was planned."""
 
 
-class GraphBreakWarning(UserWarning):
+class GraphBreakWarning(FxrematWarning):
     """A model is captured as several graphs, and the code between them is not planned."""
 
 
@@ -60,8 +121,10 @@ class ArgumentError(FxrematError, ValueError, TypeError):
         value: the value that was passed.
     """
 
-    def __init__(self, message: str, *, argument: str, value: object) -> None:
-        super().__init__(message)
+    default_code = "FXR401"
+
+    def __init__(self, message: str, *, argument: str, value: object, code: str = "") -> None:
+        super().__init__(message, code=code)
         self.argument = argument
         self.value = value
 
@@ -95,6 +158,8 @@ class SizesError(CaptureError):
         found: description of what prevents symbolic sizes.
     """
 
+    default_code = "FXR320"
+
     def __init__(self, found: str, remedy: str | None = None) -> None:
         super().__init__(
             f"{found}\n"
@@ -110,6 +175,8 @@ class SizesError(CaptureError):
 class DataSizesError(CaptureError):
     """A graph cannot be planned because sizes depend on data that no single operation contains."""
 
+    default_code = "FXR330"
+
 
 class SampleError(FxrematError):
     """The sample is not a call of the model.
@@ -123,9 +190,13 @@ class SampleError(FxrematError):
 class NoGradientError(FxrematError):
     """There is nothing to train, because no parameter or input requires a gradient."""
 
+    default_code = "FXR510"
+
 
 class GraphError(FxrematError):
     """A graph violates a requirement of a pass."""
+
+    default_code = FAULT
 
 
 class CostError(FxrematError):
@@ -144,8 +215,8 @@ class PlanError(FxrematError):
             if the plan cannot be read.
     """
 
-    def __init__(self, message: str, *, differs: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, code: str = "", differs: tuple[str, ...] = ()) -> None:
+        super().__init__(message, code=code)
         self.differs = differs
 
 
@@ -165,8 +236,8 @@ class HostMemoryError(FxrematError):
         asked_bytes: number of bytes requested.
     """
 
-    def __init__(self, message: str, *, asked_bytes: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, asked_bytes: int, code: str = "") -> None:
+        super().__init__(message, code=code)
         self.asked_bytes = asked_bytes
 
 
@@ -177,8 +248,8 @@ class RankError(FxrematError, RuntimeError):
         ranks: ranks that differ from the first one, or that are missing.
     """
 
-    def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, ranks: Sequence[int], code: str = "") -> None:
+        super().__init__(message, code=code)
         self.ranks = tuple(ranks)
 
 

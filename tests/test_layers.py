@@ -18,7 +18,7 @@ PACKAGE = Path(fxremat.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "console", "optional", "jit", "ir"),
-    ("effort", "progress"),
+    ("diagnostics", "effort", "progress", "torch_versions"),
     ("torch_compat", "report", "solvers"),
     ("runtime", "solvers/join"),
     ("solvers/papers",),
@@ -60,8 +60,10 @@ TORCH_FREE = (
     "optional",
     "jit",
     "ir",
+    "diagnostics",
     "effort",
     "progress",
+    "torch_versions",
     "report",
     "solvers",
     "solvers/join",

@@ -206,7 +206,8 @@ def _learn_held(
         warn(
             f"this step may take {nbytes} bytes ({format_bytes(nbytes)}) more than its budget "
             f"of {loop.budget.nbytes}: {what} that exist during its forward are still "
-            "held in its backward. From the next step on the plan leaves room for them"
+            "held in its backward. From the next step on the plan leaves room for them",
+            code="FXR106",
         )
 
 
@@ -257,7 +258,8 @@ def learn_bundles(
             f"values whose sizes depend on data took {more_bytes} bytes "
             f"({format_bytes(more_bytes)}) more than in all steps before, so this step may have "
             f"taken {over} ({format_bytes(over)}) more than its budget of {budget_bytes}. The next "
-            "step's plan leaves room for that"
+            "step's plan leaves room for that",
+            code="FXR101",
         )
 
 
@@ -318,7 +320,8 @@ def learn(
             f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its "
             f"budget of {budget_bytes}: "
             f"{what or 'an operation took more than when it was measured'}. The next step's "
-            "plan leaves room for that"
+            "plan leaves room for that",
+            code="FXR101",
         )
     return peak_bytes
 

@@ -194,7 +194,8 @@ def _warn_of_waiting(loop: Loop, context: StepContext, plan: Plan) -> None:
             f"this step takes {plan.counted_bytes} bytes, {over} ({format_bytes(over)}) more "
             f"than its budget of {budget_bytes}: {context.waiting_bytes} bytes are held for the "
             f"backward of {plural(context.waiting, 'earlier step')}, planned without this one. "
-            "From now on plans leave room for it"
+            "From now on plans leave room for it",
+            code="FXR107",
         )
 
 

@@ -101,4 +101,5 @@ def capture_refusal(model: torch.nn.Module, cause: BaseException) -> CaptureErro
         why[0] = f"{type(cause).__name__}: {why[0]}"
     lines = map(str, torch_compat.user_lines(reason)[-MOST_LINES:])
     text = "\n".join([": ".join(why), *lines, remedy])
-    return CaptureError(f"{type(model).__name__} cannot be captured as one graph: {text}")
+    message = f"{type(model).__name__} cannot be captured as one graph: {text}"
+    return CaptureError(message, code="FXR301" if is_break else "FXR302")

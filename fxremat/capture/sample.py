@@ -54,11 +54,13 @@ class Sample:
                 f"the sample is {sample!r}, a {type(sample).__name__}, which looks like a budget. "
                 "Pass the budget after the sample, as in fxremat.compile(model, sample, '6 GiB'). "
                 "Without a sample, compile(model, budget='6 GiB') plans for the first training "
-                "call"
+                "call",
+                code="FXR501",
             )
         raise SampleError(
             "the sample must be a tensor, a tuple of arguments, a dict of keywords, or "
-            f"fxremat.Sample(args, kwargs), but is a {type(sample).__name__}"
+            f"fxremat.Sample(args, kwargs), but is a {type(sample).__name__}",
+            code="FXR501",
         )
 
     def map(self, change: Callable[[Any], Any]) -> Sample:
@@ -101,13 +103,15 @@ def check_sample(model: nn.Module, sample: Sample) -> None:
             raise SampleError(
                 f"parameter {place} of {name} is on meta, without data, so nothing can be "
                 "measured or trained. Allocate its weights with model.to_empty(device='cpu'), or "
-                "use fxremat.estimate, which accepts a model on meta"
+                "use fxremat.estimate, which accepts a model on meta",
+                code="FXR502",
             )
         if parameter.is_inference():
             raise CaptureError(
                 f"parameter {place} of {name} was created in torch.inference_mode(), so autograd "
                 "cannot save it for a backward. Create the model outside of that mode, or compile "
-                "copy.deepcopy(model)"
+                "copy.deepcopy(model)",
+                code="FXR309",
             )
     homes = {t.device for t in (*model.parameters(), *model.buffers())}
     for place, tensor in sample.tensors():
@@ -116,11 +120,13 @@ def check_sample(model: nn.Module, sample: Sample) -> None:
             if tensor.is_meta:
                 raise SampleError(
                     f"{place} of shape {tuple(tensor.shape)} is on meta, without data, but the "
-                    f"model is on {home}: pass torch.zeros_like({place}, device={home!r})"
+                    f"model is on {home}: pass torch.zeros_like({place}, device={home!r})",
+                    code="FXR502",
                 )
             raise SampleError(
                 f"{place} of shape {tuple(tensor.shape)} is on {tensor.device}, but the model is "
-                f"on {home}: move it with .to({home!r})"
+                f"on {home}: move it with .to({home!r})",
+                code="FXR502",
             )
     check_gradients(model, sample)
 

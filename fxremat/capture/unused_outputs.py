@@ -124,5 +124,6 @@ class _Unused(torch.autograd.Function):
         raise BackwardError(
             f"output {ctx.index} of shape {ctx.shape} gets a gradient, but the loss= given to "
             "compile does not use it, so the step was planned without one: pass a loss= that "
-            "uses all outputs that yours does, or none"
+            "uses all outputs that yours does, or none",
+            code="FXR706",
         )

@@ -1,4 +1,4 @@
-"""The ``fxremat`` command: estimates a step, plans one, and displays a saved plan.
+"""The ``fxremat`` command: estimates a step, plans one, displays a plan, explains an error.
 
 This module does not import torch, which takes seconds to load, so that help appears at once.
 """
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         run: Callable[[argparse.Namespace], int]
-        run = getattr(importlib.import_module("fxremat.command.run"), asked.command)
+        run = getattr(importlib.import_module(asked.module), asked.command)
         with _logged():
             return run(asked)
     except BudgetError as error:
@@ -97,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 fits, 1 does not fit, 2 wrong arguments, 3 the model failed.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.set_defaults(module="fxremat.command.run")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     estimate = commands.add_parser(
         "estimate", help="estimate a training step on any device, present or not"
@@ -120,6 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="print a saved plan")
     report.add_argument("source", metavar="PLAN", help="file that Plan.save wrote")
     _add_output(report)
+    explain = commands.add_parser("explain", help="explain the code of an error or warning")
+    explain.add_argument("source", metavar="CODE", help="the code, such as FXR002")
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.set_defaults(module="fxremat.command.explain", traceback=False)
     return parser
 
 

@@ -379,7 +379,8 @@ def check_backward(
         raise BackwardError(
             "the backward of a compiled step was requested with create_graph=True, but its "
             "gradients cannot be differentiated again. Call backward() without create_graph, or "
-            "use the original model for this step"
+            "use the original model for this step",
+            code="FXR703",
         )
     if not settings:
         return
@@ -389,7 +390,8 @@ def check_backward(
         listed = ", ".join(f"{name} was {settings[name]} and is {now[name]}" for name in changed)
         raise BackwardError(
             f"between the forward and the backward of a compiled step settings changed: {listed}. "
-            "Recomputed results would not be the same. Set them around both"
+            "Recomputed results would not be the same. Set them around both",
+            code="FXR704",
         )
 
 

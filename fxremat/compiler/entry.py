@@ -209,7 +209,11 @@ def trace_only(
         return None
     except Exception as error:
         return error
-    return CaptureError("no graph was captured")
+    return CaptureError(
+        "the forward runs no operation that can be captured as a graph. Remove "
+        "torch.compiler.disable from it, or compile the modules that it calls",
+        code="FXR301",
+    )
 
 
 _NAMED_BACKEND = "fxremat.module.backend"
@@ -229,7 +233,8 @@ def _recompile_limit_error(backend: object, setting: str, limit: int) -> BaseExc
         f"this model cannot be captured again: {setting} is {limit}, which counts all models that "
         "share its code, and torch would run it without a plan. Use one capture for values that "
         "change from call to call (dynamic=True or torch._dynamo.mark_dynamic for sizes, tensors "
-        "for numbers), or raise the limit"
+        "for numbers), or raise the limit",
+        code="FXR303",
     )
     training = _training_of(backend)
     return error if training is None else training.capture_error(error)
@@ -244,7 +249,9 @@ def _warn_of_dispatch_mode() -> None:
     line = user_line()
     warn(
         f"the step{f' at {line}' if line else ''} is called under a TorchDispatchMode such as "
-        "FlopCounterMode, which receives each operation, so no plan is followed and no budget holds"
+        "FlopCounterMode, which receives each operation, so no plan is followed and no budget "
+        "holds",
+        code="FXR109",
     )
 
 

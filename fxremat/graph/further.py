@@ -153,7 +153,7 @@ def variants_at(
     except CostError as error:
         if not graph.started:
             raise
-        why = str(error)
+        why = error.message
     else:
         if run:
             graph.estimated.discard(sizes)
@@ -161,7 +161,8 @@ def variants_at(
     graph.estimated.add(sizes)
     warn(
         "the workspaces of a step of new sizes are estimated from other sizes, so it may take "
-        f"more than its budget: {why}"
+        f"more than its budget: {why}",
+        code="FXR105",
     )
     return graph.at(sizes, run=False, bits=bits)
 

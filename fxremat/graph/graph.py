@@ -180,7 +180,8 @@ class Graph:
             raise CaptureError(
                 "this step waits for other processes, which must follow the same plan. Pass "
                 "fxremat.compile ranks=fxremat.Ranks() and a sample, and use all sizes in the "
-                "first call"
+                "first call",
+                code="FXR307",
             )
         self.late_bytes = self._more_bytes = 0
         self._variants: list[Variant] = []
@@ -289,7 +290,9 @@ class Graph:
                 return own
         line = self.line(form)
         if way_of(line) == way_of(self.variants[0].blocks.line):
-            raise PlanError(f"this step cannot be computed in the form {form}: plan again")
+            raise PlanError(
+                f"this step cannot be computed in the form {form}: plan again", code="FXR603"
+            )
         return self.take(line, form)
 
     def add(

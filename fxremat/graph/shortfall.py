@@ -73,7 +73,7 @@ class Shortfall:
     def warn(self) -> None:
         """Issue the warning if the budget is exceeded by more than ``TOLERATED_BYTES``."""
         if excess_bytes(self.least_bytes, self.budget_bytes):
-            warn(str(self))
+            warn(str(self), code="FXR102")
 
 
 def growth(before: Mapping[str, int], now: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -102,7 +102,8 @@ def warn_of_measuring(peak_bytes: int, budget_bytes: int) -> None:
         f"operations took at least {peak_bytes} bytes ({format_bytes(peak_bytes)}), {over} "
         f"({format_bytes(over)}) more than the budget of {budget_bytes}. Steps that follow the "
         "same plan measure nothing. To measure before training, register hooks and then pass "
-        f"fxremat.compile a sample. For new sizes, a budget of {peak_bytes} suffices"
+        f"fxremat.compile a sample. For new sizes, a budget of {peak_bytes} suffices",
+        code="FXR104",
     )
 
 
@@ -114,7 +115,8 @@ def warn_counted(peak_bytes: int, budget_bytes: int) -> None:
     warn(
         f"this step took {peak_bytes} bytes, {over} ({format_bytes(over)}) more than its budget of "
         f"{budget_bytes}, as counted by CUDA's allocator, with allocations of other threads. "
-        "The next step will be observed"
+        "The next step will be observed",
+        code="FXR101",
     )
 
 
@@ -124,6 +126,6 @@ def excess_bytes(nbytes: int, budget_bytes: int) -> int:
     return over if over > TOLERATED_BYTES else 0
 
 
-def warn(message: str) -> None:
+def warn(message: str, *, code: str) -> None:
     """Issue ``message`` as a :class:`BudgetWarning`."""
-    torch_compat.warn(message, BudgetWarning)
+    torch_compat.warn(BudgetWarning(message, code=code))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.errors import CaptureError
+from fxremat.errors import FAULT, CaptureError
 from fxremat.passes.joint.sizes import layouts_of
 
 
@@ -78,6 +78,7 @@ def results_of(joint: fx.GraphModule, output_count: int) -> tuple[int | None, ..
     if places is None:
         raise CaptureError(
             "the results of the captured backward cannot be assigned to inputs of the forward, so "
-            "no gradient can be distinguished"
+            "no gradient can be distinguished",
+            code=FAULT,
         )
     return places

@@ -99,6 +99,7 @@ def check_state(state: AcceleratorState) -> None:
             "compiles it itself: set dynamo_backend to no",
             argument="dynamo_backend",
             value=backend.value,
+            code="FXR407",
         )
     if state.distributed_type in _SHARDED:
         raise ArgumentError(
@@ -106,6 +107,7 @@ def check_state(state: AcceleratorState) -> None:
             "fxremat plans a whole step, in one process or in DistributedDataParallel",
             argument="distributed_type",
             value=state.distributed_type.value,
+            code="FXR409",
         )
 
 

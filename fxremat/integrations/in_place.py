@@ -35,6 +35,7 @@ def check_options(budget: Readable | None, options: Mapping[str, Any]) -> None:
             "omit it",
             argument="sample",
             value=options["sample"],
+            code="FXR407",
         )
     Arguments.read(budget, **options)
 
@@ -78,6 +79,7 @@ class InPlace:
                 f"{type(model).__name__} was compiled by torch: pass the original model",
                 argument="model",
                 value=model,
+                code="FXR410",
             )
         self.compiled = api.compile(model, budget=budget, **options)
         self.begin()
@@ -167,4 +169,5 @@ class InPlace:
             f"{why}, so it is not planned and no budget holds: {remedy}",
             argument="model",
             value=self.model,
+            code="FXR409",
         )

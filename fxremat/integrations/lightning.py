@@ -71,6 +71,7 @@ class FxrematCallback(Callback):  # type: ignore[misc]
                 "'ddp'",
                 argument="strategy",
                 value=strategy,
+                code="FXR409",
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -49,7 +49,8 @@ def activation_memory_budget(share: float) -> Iterator[None]:
     if not torch_compat.has_partitioner_hooks():
         raise FxrematError(
             f"torch {torch.__version__} does not support other partitioners: use torch 2.13, or "
-            "fxremat.compile with a budget in bytes"
+            "fxremat.compile with a budget in bytes",
+            code="FXR801",
         )
     cache = CostCache()
 

@@ -154,4 +154,5 @@ def _refuse(argument: str, value: object, remedy: str) -> None:
         f"the whole step: use {remedy}",
         argument=argument,
         value=value,
+        code="FXR407",
     )

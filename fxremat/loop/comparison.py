@@ -46,7 +46,8 @@ class Comparison:
             warn(
                 f"verify_every={self.every} has compared nothing in {MOST_MEASURED} steps in which "
                 "it was due, because these were measured for later plans: their sizes differ and "
-                "come near the budget. With a larger budget fewer steps are measured"
+                "come near the budget. With a larger budget fewer steps are measured",
+                code="FXR113",
             )
         return not measured
 
@@ -91,7 +92,8 @@ class Comparison:
                     "in a training step. That step uses the bits of the whole; earlier steps may "
                     "differ by rounding. Later plans do not use this run, so they may take more "
                     "memory or time. Please report this; effort=fxremat.Effort(forms=('norms',)) "
-                    "disables parts"
+                    "disables parts",
+                    code="FXR114",
                 )
 
         self._next = run
@@ -106,7 +108,8 @@ class Comparison:
         warn(
             f"verify_every={self.every} compares nothing in this step: its smallest run in parts "
             f"takes {least_bytes} bytes as a whole, but the budget leaves {room_bytes} above the "
-            f"plan's peak. Comparing needs {more} bytes ({format_bytes(more)}) more budget"
+            f"plan's peak. Comparing needs {more} bytes ({format_bytes(more)}) more budget",
+            code="FXR113",
         )
 
 

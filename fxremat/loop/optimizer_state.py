@@ -128,6 +128,7 @@ def check_optimizers(
                 "pass the bytes of its state as reserve=",
                 argument="optimizer",
                 value=optimizer,
+                code="FXR405",
             )
 
 
@@ -293,4 +294,5 @@ def _refused(optimizer: object, why: str) -> ArgumentError:
         f"{why}: pass the bytes of its state as reserve= instead of optimizer=",
         argument="optimizer",
         value=optimizer,
+        code="FXR405",
     )

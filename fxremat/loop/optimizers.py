@@ -191,7 +191,8 @@ class Optimizers:
                 f"a step of {type(optimizer).__name__} allocates {temporary_bytes} bytes "
                 f"({format_bytes(temporary_bytes)}) while {held} are held for parameters, "
                 f"gradients and state. With any plan that is more than the budget of {budget}. "
-                f"Give at least {held + temporary_bytes}{other}"
+                f"Give at least {held + temporary_bytes}{other}",
+                code="FXR112",
             )
 
     def _steps_model(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -116,7 +116,8 @@ class Outside:
             f"{self.nbytes} bytes ({format_bytes(self.nbytes)}) outside the model, allocated since "
             "it was compiled (targets, batches, copies of weights): together "
             f"{over} ({format_bytes(over)}) more than the budget of {budget_bytes}. {remedy}. "
-            "loss=fxremat.Loss(function, target=...) counts the target of a loss"
+            "loss=fxremat.Loss(function, target=...) counts the target of a loss",
+            code="FXR103",
         )
 
 

@@ -97,10 +97,11 @@ def plan_of(compiled: object) -> Plan | StepPlan:
             'backend="fxremat": pass the result of torch.compile or fxremat.compile',
             argument="compiled",
             value=compiled,
+            code="FXR410",
         )
     training = _trainings.get(id(options))
     if training is None:
-        raise PlanError("no step is planned yet: run a training step first")
+        raise PlanError("no step is planned yet: run a training step first", code="FXR601")
     named = compiled.named_parameters() if isinstance(compiled, nn.Module) else ()
     return latest_plan(training, lambda: {id(own): name for name, own in named})
 
@@ -126,6 +127,7 @@ def _training_of(module: fx.GraphModule, asked: Arguments) -> Training:
             "the optimizer first and pass it",
             argument="optimizer",
             value=classes[0],
+            code="FXR405",
         )
     needs = _needs_of_loss(module, asked)
     return Training.of(asked, nn.Module(), needs=needs, target_bytes=_target_bytes(module, asked))
@@ -152,6 +154,7 @@ def _needs_of_loss(module: fx.GraphModule, asked: Arguments) -> LossNeeds | None
             "accept these, or use fxremat.compile, whose loss= is called with the outputs",
             argument="loss",
             value=asked.loss,
+            code="FXR404",
         ) from error
 
 

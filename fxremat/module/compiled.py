@@ -99,7 +99,8 @@ class CompiledModule(nn.Module):
         if training.regions.several:
             raise PlanError(
                 f"{type(self).__name__} is captured as several graphs, but trace_step times the "
-                "calls of one. Use plan.save_trace(path) for the prediction, or torch.profiler"
+                "calls of one. Use plan.save_trace(path) for the prediction, or torch.profiler",
+                code="FXR605",
             )
         return trace_step(step, training=training, device=training.loop.device)
 
@@ -109,7 +110,8 @@ class CompiledModule(nn.Module):
         if runner is None:
             raise PlanError(
                 f"no step of {type(self).__name__} is planned yet: run a training step, or pass a "
-                "sample to fxremat.compile"
+                "sample to fxremat.compile",
+                code="FXR601",
             )
         return runner.training
 
@@ -136,7 +138,7 @@ class CompiledModule(nn.Module):
         options, inherited = state.for_copy()
         if options.loss not in (None, own_loss):
             if state.runner is None:
-                warn(_unsaved_loss(state.original))
+                warn(_unsaved_loss(state.original), code="FXR111")
             options = replace(options, loss=None)
         return _restored, (state.original, options, inherited, state.assigned)
 
@@ -172,7 +174,8 @@ def compile_module(model: nn.Module, options: Arguments, sample: Sample | None) 
         warn(
             f"{type(model).__name__} has parameters that its first call creates. The sample is "
             "ignored, and the budget is checked in the first training call. To plan in "
-            "fxremat.compile, call the model once before it"
+            "fxremat.compile, call the model once before it",
+            code="FXR115",
         )
     elif sample is not None:
         # The caller may be in inference mode; planning differentiates.

@@ -101,7 +101,8 @@ def _warn_of_eval(state: ModuleState) -> None:
     state.warned.add(_EVAL)
     warn(
         f"{type(state.original).__name__} is called {_EVAL}, so no plan is "
-        "followed and no budget holds. Call train() to train it, or use torch.no_grad()"
+        "followed and no budget holds. Call train() to train it, or use torch.no_grad()",
+        code="FXR108",
     )
 
 
@@ -131,6 +132,7 @@ def _call_original(
         state.warned.add(obstacle)
         warn(
             f"{type(state.original).__name__} is called {obstacle}, so no plan is followed and no "
-            "budget holds"
+            "budget holds",
+            code="FXR109",
         )
     return state.original.forward(*args, **kwargs)

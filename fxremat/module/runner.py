@@ -326,11 +326,12 @@ class Runner:
         if not has_gradient(self._inner, call):
             raise CaptureError(
                 f"{name} computes nothing with a gradient from this sample: there is no step to "
-                "plan"
+                "plan",
+                code="FXR305",
             )
         why = f"{name} returns only views of its parameters and inputs: there is no step to plan"
         if self._must_be_whole:
-            raise CaptureError(f"{why}. Omit regions='one'")
+            raise CaptureError(f"{why}. Omit regions='one'", code="FXR305")
         self.training.refuse_single_graph_options(why)
         self.training.regions.warnings.only_views = True
         self._hooks = hook_dicts(self._inner)

@@ -47,7 +47,7 @@ def step_plan(loop: Loop, regions: Regions, names: Callable[[], Mapping[int, str
     ran = tuple(regions.latest)
     followed = _followed(ran)
     if followed is None:
-        raise PlanError(_why_no_plan(regions))
+        raise PlanError(_why_no_plan(regions), code="FXR601")
     profile, places = followed
     owners, last = names(), len(ran) - 1
     rows = tuple(

@@ -55,12 +55,14 @@ def check_solver_usable(offload: object) -> None:
             "schedules that recompute. Omit one of them",
             argument="offload",
             value=offload,
+            code="FXR407",
         )
     if find("ortools.sat.python.cp_model") is None:
         raise ArgumentError(
             "check=True requires ortools for CP-SAT: pip install ortools",
             argument="check",
             value=True,
+            code="FXR408",
         )
 
 
@@ -127,6 +129,7 @@ def check_device_present() -> None:
             "none: omit it",
             argument="verify",
             value=True,
+            code="FXR408",
         )
 
 

@@ -92,6 +92,7 @@ def _one_of_asked(by_rank: Mapping[int, _Asked], budgets: Budgets) -> _Asked:
                     f"rank {rank} has {theirs}, but rank {first} has {ours}: pass the same "
                     "arguments in all processes",
                     ranks=(rank,),
+                    code="FXR732",
                 )
     named = {rank: (own.nbytes, own.share) for rank, own in by_rank.items()}
     differ = [rank for rank in others if named[rank] != named[first]]
@@ -102,6 +103,7 @@ def _one_of_asked(by_rank: Mapping[int, _Asked], budgets: Budgets) -> _Asked:
             f"processes of one model have different budgets: {shown}. Pass the same budget in all, "
             "or ranks=fxremat.Ranks(budgets='least') if all are in bytes or all are shares",
             ranks=differ,
+            code="FXR732",
         )
     least = min(by_rank.values(), key=lambda own: (own.nbytes or 0, own.share or 0.0))
     return replace(least, nodes=tuple(own.nodes[0] for own in by_rank.values()))

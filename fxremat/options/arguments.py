@@ -162,7 +162,9 @@ class Arguments:
         given = dict(options or {})
         refuse_unknown(given, names_of(BACKEND), knows="valid options are")
         if "budget" not in given:
-            raise BudgetError('no budget: pass options={"budget": "6 GiB"} to torch.compile')
+            raise BudgetError(
+                'no budget: pass options={"budget": "6 GiB"} to torch.compile', code="FXR001"
+            )
         arguments = Arguments.read(**gathered(given))
         if arguments.drop_unused:
             must_be = "without drop_unused=True, since torch.compile returns all outputs"
@@ -195,7 +197,9 @@ def _read_budget(value: Readable | None, kept: Plan | None) -> Budget:
     """
     if kept is None:
         if value is None:
-            raise BudgetError("budget is None: pass one, such as '6 GiB', or a plan= to follow")
+            raise BudgetError(
+                "budget is None: pass one, such as '6 GiB', or a plan= to follow", code="FXR001"
+            )
         return Budget.read(value)
     if value is None:
         return Budget(kept.budget_bytes, nbytes=kept.budget_bytes, counted=kept.budget_on)
@@ -207,6 +211,7 @@ def _read_budget(value: Readable | None, kept: Plan | None) -> Budget:
         raise BudgetError(
             f"budget {value!r} is {nbytes} bytes ({format_bytes(nbytes)}), but the step of plan= "
             f"takes {kept.counted_bytes} ({format_bytes(kept.counted_bytes)}). Omit the budget, "
-            "or omit plan= to plan for this budget"
+            "or omit plan= to plan for this budget",
+            code="FXR003",
         )
     return replace(budget, nbytes=nbytes, share=None)

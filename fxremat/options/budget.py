@@ -58,7 +58,8 @@ class Budget:
             if not (math.isfinite(share) and 0 < share <= 1):
                 raise BudgetError(
                     f"budget is {written!r}, but a share of the peak with everything kept must be "
-                    "in (0, 1], or up to '100%'. Pass bytes as an int or as '6 GiB'"
+                    "in (0, 1], or up to '100%'. Pass bytes as an int or as '6 GiB'",
+                    code="FXR001",
                 )
             return Budget(written, share=share, counted=counted)
         if Budget(written).grows:
@@ -68,10 +69,13 @@ class Budget:
             raise BudgetError(
                 f"budget is {reprlib.repr(written)}, a {type(written).__name__}, but must be "
                 "bytes as '6 GiB' or an int, a share in (0, 1] as a float or as '50%', or 'min'. "
-                "Text that ends in ' reserved' limits reserved bytes"
+                "Text that ends in ' reserved' limits reserved bytes",
+                code="FXR001",
             )
         if nbytes <= 0:
-            raise BudgetError(f"budget is {written!r}, but must be at least one byte")
+            raise BudgetError(
+                f"budget is {written!r}, but must be at least one byte", code="FXR001"
+            )
         return Budget(written, nbytes=nbytes, counted=counted)
 
     def again(self, amount: object) -> str:
@@ -152,6 +156,7 @@ class Budget:
                 f"{full_bytes} bytes ({format_bytes(full_bytes)}). Give at least "
                 f"{share}{self.again(most_bytes)}{other}{hint}",
                 least_budget_bytes=most_bytes,
+                code="FXR002",
             )
         return nbytes
 
@@ -174,9 +179,10 @@ def constrained(error: BudgetError, *, least_bytes: int | None) -> BudgetError:
             f"the constraints cost {more_bytes} ({format_bytes(more_bytes)})"
         )
     return BudgetError(
-        f"{error}. {cost}",
+        f"{error.message}. {cost}",
         least_budget_bytes=error.least_budget_bytes,
         largest=error.largest,
+        code=error.code,
     )
 
 

@@ -63,6 +63,7 @@ class Loss:
                     "sample. Omit the target, or pass a loss function",
                     argument="target",
                     value=self.target,
+                    code="FXR403",
                 )
             return
         if not callable(function):
@@ -117,6 +118,7 @@ def own_loss(outputs: Any) -> torch.Tensor:
             "pass a function as loss=",
             argument="loss",
             value="own",
+            code="FXR402",
         )
     return loss
 
@@ -142,6 +144,7 @@ def _check_target(function: Callable[..., Any], target: object) -> None:
             "loss=fxremat.Loss(criterion, target=y) if the loop calls criterion(model(x), y)",
             argument="loss",
             value=function,
+            code="FXR403",
         )
     if target is not None and takes_one and not takes_two:
         raise ArgumentError(
@@ -149,6 +152,7 @@ def _check_target(function: Callable[..., Any], target: object) -> None:
             "the target, or pass a loss of outputs and target",
             argument="target",
             value=target,
+            code="FXR403",
         )
 
 

@@ -147,4 +147,5 @@ def _checked(loss: object, result: object) -> torch.Tensor:
         "model's outputs with a gradient, such as outputs.mean()",
         argument="loss",
         value=loss,
+        code="FXR404",
     )

@@ -68,6 +68,7 @@ def _value(option: Option, own: dict[str, Any]) -> Any:
             f"{option.name} is a {name}, which sets {', '.join(parts)} itself: set it there",
             argument=option.name,
             value=value,
+            code="FXR407",
         )
     if value is None or value is False:
         part, one = next(iter(parts.items()))

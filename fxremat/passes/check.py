@@ -45,7 +45,8 @@ def run_checked(entry: Pass, graph: StepGraph, *, config: PassConfig) -> StepGra
         if isinstance(error, (GraphError, *entry.raises)):
             raise
         raise GraphError(
-            f"it raised {type(error).__name__}, which its contract does not list: {error}"
+            f"it raised {type(error).__name__}, which its contract does not list: {error}",
+            code="FXR621",
         ) from error
     if made is not graph:
         _check_unchanged(graph, fingerprint)
@@ -78,7 +79,9 @@ def _raise_first(
             more = len(violations) - MOST_SHOWN
             rest = f" (and {more} more)" if more > 0 else ""
             statement = statement_of(condition)
-            raise GraphError(f"{who} {statement[0].lower()}{statement[1:]}, but {shown}{rest}")
+            raise GraphError(
+                f"{who} {statement[0].lower()}{statement[1:]}, but {shown}{rest}", code="FXR621"
+            )
 
 
 def _described(violation: Violation) -> str:
@@ -106,12 +109,15 @@ def _check_unchanged(graph: StepGraph, before: Fingerprint) -> None:
     if len(before) != len(after):
         raise GraphError(
             f"it changed the graph that it was given, which had {len(before)} nodes and has "
-            f"{len(after)}: change graph.copied()"
+            f"{len(after)}: change graph.copied()",
+            code="FXR621",
         )
     for (node, *then), (other, *now) in zip(before, after, strict=True):
         if node is not other or any(a is not b for a, b in zip(then, now, strict=True)):
             raise GraphError(
-                f"it changed node {node.name} of the graph that it was given: change graph.copied()"
+                f"it changed node {node.name} of the graph that it was given: change "
+                "graph.copied()",
+                code="FXR621",
             )
 
 

@@ -232,6 +232,7 @@ def _fuse(graph: StepGraph, *, config: PassConfig) -> StepGraph:
             "or use executor='eager'",
             argument="executor",
             value="inductor",
+            code="FXR408",
         )
     module = fuse(graph.line, config.units)
     if config.target is None:
@@ -411,7 +412,9 @@ def run_passes(
                 else:
                     graph = entry.run(graph, config=config)
             except GraphError as error:
-                raise GraphError(f"pass {entry.name!r}: {error}") from error
+                raise GraphError(
+                    f"pass {entry.name!r}: {error.message}", code=error.code
+                ) from error
     return graph
 
 

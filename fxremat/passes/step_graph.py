@@ -56,7 +56,9 @@ class StepGraph:
             GraphError: the pass ``build`` has not run.
         """
         if self.classified is None:
-            raise GraphError("operations are not classified yet: add the pass after 'build'")
+            raise GraphError(
+                "operations are not classified yet: add the pass after 'build'", code="FXR621"
+            )
         return self.classified
 
     @property
@@ -69,7 +71,8 @@ class StepGraph:
         if self.staged is None:
             raise GraphError(
                 "the graph has no stages: a pass that reads them follows 'linearize', and one that "
-                "changes operations precedes it"
+                "changes operations precedes it",
+                code="FXR621",
             )
         return self.staged
 

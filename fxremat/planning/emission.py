@@ -281,5 +281,6 @@ def _unlike(plan: Plan) -> PlanError:
     return PlanError(
         f"the plan for {plan.budget_bytes} bytes does not lead to the code that it contains. It "
         "was changed, or written by another version of fxremat. Omit plan= to plan again, and "
-        "save the new plan"
+        "save the new plan",
+        code="FXR603",
     )

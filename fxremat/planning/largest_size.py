@@ -139,9 +139,11 @@ def advised(
     if not texts:
         return error
     return BudgetError(
-        f"{error}. The largest sizes that fit, with all others unchanged: {'; '.join(texts)}",
+        f"{error.message}. The largest sizes that fit, with all others unchanged: "
+        f"{'; '.join(texts)}",
         least_budget_bytes=error.least_budget_bytes,
         largest=largest,
+        code=error.code,
     )
 
 

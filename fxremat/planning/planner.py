@@ -230,7 +230,7 @@ def _cached(graph: Graph, key: str) -> CompiledPlan | None:
 def _followed(graph: Graph, kept: Plan, context: StepContext) -> CompiledPlan:
     """Return a saved plan as a plan in use, after checking that it is of this graph and call."""
     if kept.origin is None or kept.measured is None:
-        raise PlanError("this plan was not made from a model: compile without plan=")
+        raise PlanError("this plan was not made from a model: compile without plan=", code="FXR605")
     line = graph.line(kept.form)
     now = replace(graph.origin(), options=kept.origin.options, held=kept.origin.held)
     variant = None
@@ -238,7 +238,7 @@ def _followed(graph: Graph, kept: Plan, context: StepContext) -> CompiledPlan:
         try:
             variant = graph.take(line, kept.form, costs=kept.measured)
         except CostError as error:
-            raise PlanError(f"the plan cannot be followed: {error}") from error
+            raise PlanError(f"the plan cannot be followed: {error}", code="FXR603") from error
         now = _origin(graph, variant, context)
     differs = tuple(differences(kept.origin, now))
     if differs or variant is None:
@@ -246,6 +246,7 @@ def _followed(graph: Graph, kept: Plan, context: StepContext) -> CompiledPlan:
             f"the plan is for another step: {'; '.join(differs)}. Compile with the model and "
             "options of the plan, or omit plan= to plan again",
             differs=differs,
+            code="FXR602",
         )
     kept = replace(kept, measured_peak_bytes=None)  # another process measured it
     return follow(kept, graph, variant.blocks)

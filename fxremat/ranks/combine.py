@@ -170,6 +170,7 @@ def _slowest_step(steps: Mapping[int, _Step]) -> _Step:
                 f"rank {rank} has captured another step than rank {first}: {difference}. "
                 + _remedy_of(difference),
                 ranks=(rank,),
+                code="FXR733",
             )
     costs = RecordedCosts.slowest([step.costs for step in steps.values()])
     most = tuple(map(max, *(step.context_bytes for step in steps.values())))
@@ -198,6 +199,7 @@ def _same_graphs(digests: Mapping[int, str]) -> str:
             f"{', '.join(map(str, differ))}, so their steps differ in more than constants. Train "
             "the same model in all processes, with one version of fxremat",
             ranks=differ,
+            code="FXR733",
         )
     return digests[first]
 
@@ -224,6 +226,7 @@ def _same_call(calls: Mapping[int, str]) -> str:
                 f"{calls[rank]}, that of rank {first} has {calls[first]}. The graph contains "
                 "collectives, so all processes must make the same calls, with batches of one size",
                 ranks=(rank,),
+                code="FXR733",
             )
     return calls[first]
 

@@ -345,6 +345,7 @@ class Peers:
                     f"{self._own} for one on {what}: they do not compile the same model in the "
                     "same order",
                     ranks=(rank,),
+                    code="FXR733",
                 )
             else:
                 values[rank] = message["value"]
@@ -355,6 +356,7 @@ class Peers:
                 f"calls. Pass fxremat.Ranks a longer timeout=, or a group= without "
                 f"{_named(missing)}",
                 ranks=missing,
+                code="FXR731",
             )
         return values
 
@@ -377,6 +379,7 @@ class Peers:
                 f"{what}: every process of the group must compile the model and make the same "
                 "calls. Pass fxremat.Ranks a longer timeout= if that takes longer",
                 ranks=self.members[:1],
+                code="FXR731",
             )
         if "error" in message:
             self._has_reported = True
@@ -410,13 +413,17 @@ def _named(ranks: Sequence[int]) -> str:
 def _encoded_error(error: BaseException, rank: int) -> dict[str, Any]:
     """Return ``error`` of a process as a dict that JSON can represent."""
     if isinstance(error, RankError):
-        return {"text": str(error), "ranks": error.ranks}
+        return {"text": error.message, "code": error.code, "ranks": error.ranks}
     if isinstance(error, BudgetError):
-        return {"text": str(error), "least": error.least_budget_bytes}
-    return {"text": f"rank {rank} failed: {type(error).__name__}: {error}", "ranks": [rank]}
+        return {"text": error.message, "code": error.code, "least": error.least_budget_bytes}
+    why = error.message if isinstance(error, FxrematError) else str(error)
+    text = f"rank {rank} failed: {type(error).__name__}: {why}"
+    return {"text": text, "code": "FXR734", "ranks": [rank]}
 
 
 def _decoded_error(message: Mapping[str, Any]) -> FxrematError:
     if "least" in message:
-        return BudgetError(message["text"], least_budget_bytes=message["least"])
-    return RankError(message["text"], ranks=message["ranks"])
+        return BudgetError(
+            message["text"], code=message["code"], least_budget_bytes=message["least"]
+        )
+    return RankError(message["text"], code=message["code"], ranks=message["ranks"])

@@ -134,6 +134,7 @@ def shortfall_of_region(
         f"with any plan. Give budget='min', or at least {nbytes}; the model's other regions "
         "may need more, which is measured when they run",
         least_budget_bytes=nbytes,
+        code="FXR002",
     )
     free = graph.unconstrained()
     if free is None:

@@ -53,9 +53,10 @@ class RegionWarnings:
     def warn_not_planned(self, error: CaptureError) -> None:
         """Warn that a graph of the model cannot be planned, so it runs unchanged."""
         self._warn_once(
-            f"left {error}",
+            f"left {error.message}",
             "a graph of this model cannot be planned, so it runs unchanged with all the memory "
-            f"that it needs: {error}",
+            f"that it needs: {error.message}",
+            code="FXR203",
         )
 
     def warn_captured_again(self, function: str, times: int) -> None:
@@ -65,6 +66,7 @@ class RegionWarnings:
             f"{function} was captured in {times} steps although its graph was the same, because "
             "its guards depend on values that change at each step, such as the length of a list. "
             "From now on it runs unchanged, and functions that it calls are captured separately",
+            code="FXR202",
         )
 
     def note_peak(self, peak_bytes: int, budget: TrainingBudget, trace: CallTrace) -> bool:
@@ -85,6 +87,7 @@ class RegionWarnings:
                 "nothing",
                 f"{what}, so nothing is planned. The model runs unchanged, and a step took "
                 f"{peak_bytes} bytes ({format_bytes(peak_bytes)}){remedy}",
+                code="FXR204",
             )
         budget_bytes = budget.nbytes or budget.written.bytes_of(
             full_bytes=peak_bytes, least_bytes=peak_bytes
@@ -108,7 +111,8 @@ class RegionWarnings:
             )
         warn(
             f"the step{where}{what} took {peak_bytes} bytes, {over} ({format_bytes(over)}) "
-            f"more than its budget of {budget_bytes}. {remedy}"
+            f"more than its budget of {budget_bytes}. {remedy}",
+            code="FXR110",
         )
         return True
 
@@ -128,6 +132,7 @@ class RegionWarnings:
             f"not planned{self._captured_in_pieces()}. Give at least "
             f"{budget.written.again(nbytes)}, or budget='min'",
             least_budget_bytes=nbytes,
+            code="FXR004",
         )
 
     def warn_short(self, error: BudgetError, line: str) -> None:
@@ -139,8 +144,9 @@ class RegionWarnings:
         """
         where = f" at {line}" if line else ""
         warn(
-            f"the step{where} takes more than its budget: {error}. It runs with the plans of least "
-            "memory until they fit again; strict=True raises instead"
+            f"the step{where} takes more than its budget: {error.message}. It runs with the "
+            "plans of least memory until they fit again; strict=True raises instead",
+            code="FXR102",
         )
 
     def note_end(self, trace: CallTrace) -> None:
@@ -154,6 +160,7 @@ class RegionWarnings:
                 f"{plural(max(self._unplanned, 1), 'step')} in a row followed the plans of least "
                 "memory, which are slower, and may exceed the budget: "
                 f"{why}{self._captured_in_pieces()}",
+                code="FXR205",
             )
 
     def warn_unobserved_backward(self, trace: CallTrace) -> None:
@@ -163,6 +170,7 @@ class RegionWarnings:
             "the memory of code between regions could not be measured in the backward: "
             f"{trace.why_unobserved}. It is assumed to equal that of the "
             f"forward{self._captured_in_pieces()}",
+            code="FXR205",
         )
 
     def warn_breaks(self, profile: StepProfile) -> None:
@@ -187,7 +195,8 @@ class RegionWarnings:
         self._warn(
             f"a step runs {plural(len(profile.calls), 'graph')} that are planned together. The "
             "code after each of them is not planned. Its seconds in both directions, its bytes, "
-            "and the reason why the graph ends:\n" + "\n".join(lines)
+            "and the reason why the graph ends:\n" + "\n".join(lines),
+            code="FXR201",
         )
 
     def _captured_in_pieces(self) -> str:
@@ -196,10 +205,10 @@ class RegionWarnings:
         more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
         return f" (graph breaks: {'; '.join([*lines[:MOST_LINES], *more])})" if lines else ""
 
-    def _warn_once(self, what: str, message: str) -> None:
+    def _warn_once(self, what: str, message: str, *, code: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            self._warn(message)
+            self._warn(message, code=code)
 
-    def _warn(self, message: str) -> None:
-        torch_compat.warn(message, GraphBreakWarning)
+    def _warn(self, message: str, *, code: str) -> None:
+        torch_compat.warn(GraphBreakWarning(message, code=code))

@@ -320,7 +320,8 @@ def write_made(what: str, path: str | os.PathLike[str], make: Callable[[], bytes
     except (OSError, ValueError) as error:  # ValueError: a number that JSON does not have
         raise PlanError(
             f"the {what} cannot be written to {file}: {error}. Pass the path of a file in an "
-            "existing folder that this user can write to"
+            "existing folder that this user can write to",
+            code="FXR604",
         ) from error
 
 
@@ -334,5 +335,5 @@ def path_of(path: str | os.PathLike[str]) -> Path:
         return Path(os.fsdecode(path))
     except TypeError as error:
         raise PlanError(
-            f"the path of a plan must be a str or a pathlib.Path, but got {path!r}"
+            f"the path of a plan must be a str or a pathlib.Path, but got {path!r}", code="FXR603"
         ) from error

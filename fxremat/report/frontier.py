@@ -78,7 +78,8 @@ class Frontier:
         if nbytes is None:
             raise BudgetError(
                 f"budget must be bytes, as '6 GiB' or an int, but got {budget!r} of type "
-                f"{type(budget).__name__}"
+                f"{type(budget).__name__}",
+                code="FXR001",
             )
         within = [point for point in self.points if point.peak_bytes <= nbytes]
         return within[-1] if within else None

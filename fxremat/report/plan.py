@@ -259,14 +259,16 @@ class Plan(Shown, Checked):
         except OSError as error:
             raise PlanError(
                 f"cannot read a plan from {file}: {error}. Pass the path of a file that "
-                "Plan.save wrote"
+                "Plan.save wrote",
+                code="FXR603",
             ) from error
         try:
             return decode(Plan, unpack(KIND, data).get("plan"))
         except FormatError as error:
             raise PlanError(
                 f"{file} does not contain a readable plan: {error}. Plan again, and save the "
-                "new plan"
+                "new plan",
+                code="FXR603",
             ) from error
 
 

@@ -97,7 +97,8 @@ def trace_of(plan: AnyPlan, traced: StepTrace | None = None) -> str:
         if [e.op for e in measured.events] != [e.op for e in view.timeline.events]:
             raise PlanError(
                 f"the {len(measured.events)} calls and copies of the traced step are not the "
-                f"{len(view.timeline.events)} of this plan: trace a step that follows it"
+                f"{len(view.timeline.events)} of this plan: trace a step that follows it",
+                code="FXR605",
             )
         times_s = view.memory.times(measured)
         events += _process(view, measured, times_s, MEASURED, "measured")

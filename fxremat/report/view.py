@@ -70,7 +70,8 @@ def view_of(plan: AnyPlan) -> StepView:
     if not all(own.memory.count for own in plans_of(plan)):
         raise PlanError(
             "this plan has no record of the tensors held at each instant, because it was not "
-            "made from a model. Use the plan of a module that fxremat.compile returned"
+            "made from a model. Use the plan of a module that fxremat.compile returned",
+            code="FXR605",
         )
     names = tuple(stage.name for own in plans_of(plan) for stage in own.chain.stages)
     if isinstance(plan, StepPlan):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fxremat.errors import HostMemoryError, TransferError
+from fxremat.errors import FAULT, HostMemoryError, TransferError
 from fxremat.runtime.lease import Lease
 from fxremat.runtime.memory import Block, Lent, file_memory, folder_of, pinned_memory
 from fxremat.runtime.streams import PinnedBlock, StreamLease
@@ -133,7 +133,7 @@ class HostLimit:
             self.drop_idle()
         asked = self.allocated_bytes + nbytes
         if asked > limit:
-            raise HostMemoryError(self._over_limit(asked, limit), asked_bytes=asked)
+            raise HostMemoryError(self._over_limit(asked, limit), asked_bytes=asked, code="FXR711")
 
     def _over_limit(self, asked: int, limit: int) -> str:
         others = len(self.blocks)
@@ -213,7 +213,8 @@ class Arena:
             raise TransferError(
                 f"host memory {arena_id} does not exist: the compiled module that owned it was "
                 "deleted, or belongs to another process. Keep the compiled module for as long as "
-                "its graphs run, or compile the model again"
+                "its graphs run, or compile the model again",
+                code="FXR724",
             )
         return arena
 
@@ -242,13 +243,15 @@ class Arena:
         if self.closed or not 0 <= nbytes <= self.nbytes:
             raise TransferError(
                 f"a step asks for {nbytes} bytes of host memory {self.id}, which "
-                + ("is closed" if self.closed else f"has {self.nbytes}")
+                + ("is closed" if self.closed else f"has {self.nbytes}"),
+                code="FXR724",
             )
         if self._forked and self._device.type == "cuda":
             raise TransferError(
                 f"a step begins in a forked child of the process that compiled the model for "
                 f"{self._device}, where CUDA does not work. Start workers with 'spawn', or compile "
-                "the model in the child"
+                "the model in the child",
+                code="FXR721",
             )
         block, view = self._limit.lend(self)
         # Copies that are under way when a lease ends go on; those of the next lease wait for them.
@@ -306,7 +309,8 @@ def lease_of(host: Tensor) -> Lease:
     if lease is None:
         raise TransferError(
             "a step moves a tensor to memory that was not lent to it: its graphs must be run as "
-            "they were emitted"
+            "they were emitted",
+            code=FAULT,
         )
     return lease
 

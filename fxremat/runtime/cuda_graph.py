@@ -19,7 +19,8 @@ def refuse_planning() -> None:
         raise CaptureError(
             "a step cannot be planned while a CUDA graph is being captured: planning runs and "
             "times operations. Compile the model, and run one step of each shape, before "
-            "torch.cuda.graph"
+            "torch.cuda.graph",
+            code="FXR308",
         )
 
 
@@ -33,7 +34,8 @@ def refuse_host_memory(nbytes: int) -> None:
         raise TransferError(
             f"a step that keeps {nbytes} bytes in host memory cannot run while a CUDA graph is "
             "being captured: a replay would use host memory that is another step's by then. Run "
-            "it outside torch.cuda.graph, or compile with offload=False"
+            "it outside torch.cuda.graph, or compile with offload=False",
+            code="FXR723",
         )
 
 

@@ -283,7 +283,8 @@ class Gradients:
                     f"the parameter of shape {tuple(now.shape)} got another gradient from outside "
                     "the compiled model after its post-accumulate hooks had run, for the first "
                     "time: its hooks received only a part of the gradient. Repeat the step; from "
-                    "now on they run once the gradient is complete"
+                    "now on they run once the gradient is complete",
+                    code="FXR707",
                 )
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fxremat.errors import TransferError
+from fxremat.errors import FAULT, TransferError
 from fxremat.runtime.memory import Block
 from fxremat.units import format_bytes
 
@@ -76,7 +76,8 @@ class Lease(abc.ABC):
         if nbytes < filled:
             raise TransferError(
                 f"cannot prefetch {nbytes} bytes from offset {offset} of the host memory: "
-                f"{filled} were offloaded there. The graph does not fit its plan"
+                f"{filled} were offloaded there. The graph does not fit its plan",
+                code=FAULT,
             )
         fresh = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if filled:
@@ -98,19 +99,22 @@ class Lease(abc.ABC):
             raise TransferError(
                 f"a step that began in process {self._process} cannot go on in its forked child "
                 f"{os.getpid()}: its activations are in the parent's host memory. Run forward and "
-                "backward in the same process"
+                "backward in the same process",
+                code="FXR721",
             )
 
     def _check_request(self, nbytes: int, *, offset: int, device: torch.device, verb: str) -> None:
         if offset < 0 or offset + nbytes > self.nbytes:
             raise TransferError(
                 f"cannot {verb} {nbytes} bytes at offset {offset}: the step has "
-                f"{self.nbytes} bytes of host memory. The graph does not fit its plan"
+                f"{self.nbytes} bytes of host memory. The graph does not fit its plan",
+                code=FAULT,
             )
         if device.type != self.device.type or device.index not in (None, self.device.index):
             raise TransferError(
                 f"cannot {verb} {format_bytes(nbytes)} with {device}: the host memory was "
-                f"made for {self.device}. Compile the model on the device it runs on"
+                f"made for {self.device}. Compile the model on the device it runs on",
+                code=FAULT,
             )
 
     def _filled_at(self, offset: int, *, verb: str) -> tuple[int, Any]:
@@ -121,7 +125,8 @@ class Lease(abc.ABC):
         if offset not in self._filled:
             raise TransferError(
                 f"cannot {verb} offset {offset} of the host memory: nothing was offloaded "
-                "there in this step. The graph does not fit its plan"
+                "there in this step. The graph does not fit its plan",
+                code=FAULT,
             )
         return self._filled[offset]
 

@@ -113,6 +113,7 @@ def file_memory(nbytes: int, *, folder: str) -> mmap.mmap:
             f"cannot allocate {format_bytes(nbytes)} of host memory as a file in {folder}: "
             f"{error}. {remedy}",
             asked_bytes=nbytes,
+            code="FXR712",
         ) from error
 
 
@@ -197,6 +198,7 @@ def _no_pinned_memory(nbytes: int, why: str) -> HostMemoryError:
         f"cannot allocate {format_bytes(nbytes)} of pinned host memory: {why}. "
         "Use less with HostMemory(limit=)",
         asked_bytes=nbytes,
+        code="FXR712",
     )
 
 

@@ -166,7 +166,8 @@ class Step:
             raise BackwardError(
                 "the tensors saved by the forward of a compiled step were freed: hooks on saved "
                 "tensors returned a copy of another step's. Do not use such hooks for the compiled "
-                "model"
+                "model",
+                code="FXR705",
             )
         return step
 
@@ -180,7 +181,8 @@ class Step:
         if saved is None:
             raise BackwardError(
                 "the backward of a compiled step runs a second time, but the tensors saved by its "
-                "forward were freed: call backward(retain_graph=True) the first time"
+                "forward were freed: call backward(retain_graph=True) the first time",
+                code="FXR702",
             )
         versions = torch_compat.versions_of(saved)
         if versions != self._versions:
@@ -191,7 +193,8 @@ class Step:
                 f"an inplace operation: a tensor of shape {tuple(tensor.shape)} and "
                 f"{tensor.dtype} that the backward of a compiled step reads is at version "
                 f"{now}, but was at version {version} after its forward. Write to it after the "
-                "backward"
+                "backward",
+                code="FXR701",
             )
         if torch_compat.keeps_graph():
             return list(saved)

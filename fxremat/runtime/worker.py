@@ -188,7 +188,8 @@ def failed(kind: str, nbytes: int, error: BaseException) -> TransferError:
     """Return the error to raise in a step if one of its transfers failed because of ``error``."""
     return TransferError(
         f"the {kind} of {format_bytes(nbytes)} was not made: {type(error).__name__}: {error}. "
-        "The step cannot go on; its results must not be used. Repeat it"
+        "The step cannot go on; its results must not be used. Repeat it",
+        code="FXR722",
     )
 
 

@@ -69,7 +69,8 @@ class FakeCopies:
             if value.layout is not torch.strided:
                 raise SampleError(
                     f"a tensor of shape {tuple(value.shape)} has layout {value.layout}, but only "
-                    "dense tensors can be estimated: pass a dense tensor"
+                    "dense tensors can be estimated: pass a dense tensor",
+                    code="FXR501",
                 )
             if torch_compat.is_wrapper(value):
                 made = torch_compat.rewrapped(value, self.of)
@@ -184,7 +185,8 @@ def capture(
         raise capture_refusal(model, cause) from error
     raise CaptureError(
         f"{type(model).__name__} computes nothing with a gradient from this sample: there is no "
-        "step to plan"
+        "step to plan",
+        code="FXR305",
     )
 
 

@@ -270,6 +270,7 @@ class Batching:
             f"no size fits {self.budget_bytes} bytes: if {group[0].name} is {smallest}, the "
             f"least feasible budget is {least} bytes ({format_bytes(least)}). Give at least that",
             least_budget_bytes=least,
+            code="FXR002",
         )
 
     def _is_taken(self, context: StepContext) -> bool:

@@ -111,7 +111,8 @@ class AllocationLog:
             self.forget()
             raise CostError(
                 f"the allocator cannot be watched: {error}. Plan before the profiler starts: "
-                "compile with, or run once, the shapes of the step that is profiled"
+                "compile with, or run once, the shapes of the step that is profiled",
+                code="FXR611",
             ) from error
         except BaseException:  # an interrupt
             self.__exit__()

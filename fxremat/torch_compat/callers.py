@@ -67,14 +67,14 @@ def described_lines(node: fx.Node) -> str:
     return "".join(f"\n{line}" for line in user_lines(node.stack_trace or ""))
 
 
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points to the line that :func:`user_line` returns.
+def warn(warning: Warning) -> None:
+    """Issue ``warning`` so that it points to the line that :func:`user_line` returns.
 
     In a thread without user code, such as that of a device's backward, it points to the outermost
     line.
     """
     _frame, depth = _user_frame()
-    warnings.warn(message, category, stacklevel=depth)
+    warnings.warn(warning, stacklevel=depth)
 
 
 def _user_frame() -> tuple[FrameType | None, int]:

@@ -173,7 +173,7 @@ class Training:
             PlanError: no call was planned.
         """
         if self.latest is None:
-            raise PlanError("no step is planned yet: run a training step first")
+            raise PlanError("no step is planned yet: run a training step first", code="FXR601")
         return record_of(self.loop, *self.latest)
 
     @property
@@ -243,7 +243,8 @@ class Training:
         if option:
             raise CaptureError(
                 f"this model is captured as several graphs ({broken}), but {option} requires one. "
-                f"Omit {option}, or move the code that breaks the graph out of the forward"
+                f"Omit {option}, or move the code that breaks the graph out of the forward",
+                code="FXR304",
             )
 
     def detaches_more_than(self, before: Training) -> bool:

@@ -53,7 +53,7 @@ for line in m.requires("torch"):
     "$python" -m pip install -q --no-deps 'accelerate>=1.1' 'lightning>=2.5' pytorch-lightning \
         lightning-utilities torchmetrics 'peft>=0.17' 'liger-kernel>=0.8'
     triton=$("$python" -c 'import importlib.metadata as m
-print(next(r.split(";")[0] for r in m.requires("torch") if r.startswith("triton=")))')
+print(next(r.split(";")[0] for r in m.requires("torch") if r.startswith(("triton=", "triton~"))))')
     "$python" -m pip install -q --no-deps "$triton"
     rm -rf "$folder/cuda"
     cuda=$(cuda_major)

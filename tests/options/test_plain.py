@@ -105,7 +105,7 @@ def test_bytes_are_decimal_or_binary(written: str, nbytes: int) -> None:
 
 def test_the_file_of_the_docs_is_read() -> None:
     yaml = pytest.importorskip("yaml")
-    text = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/how-to/configuration-files.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
     options = fxremat.Options.from_dict(yaml.safe_load(block)["fxremat"])
     assert Arguments.read(**options.arguments()) == Arguments.read(

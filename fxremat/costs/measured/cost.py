@@ -16,7 +16,7 @@ from fxremat.costs.measured.execute import BLOCK_S, Operations, compile_block, l
 from fxremat.costs.measured.measure import KernelClock
 from fxremat.costs.measured.synthetic import Synthesizer
 from fxremat.costs.measured.workspaces import library_workspaces
-from fxremat.errors import CostError
+from fxremat.errors import FAULT, CostError
 from fxremat.ir import RecordedCosts, Request, StageSeconds
 from fxremat.passes.stages.block import Block, BlockCache, Key, Mode
 from fxremat.passes.stages.linearize import Line
@@ -89,7 +89,9 @@ class Measured:
         """
         nbytes = self._workspace_bytes.get((node, block.mode_of(node)))
         if nbytes is None:
-            raise CostError(f"{node.name} ({node.target}) was never measured in {block.mode}")
+            raise CostError(
+                f"{node.name} ({node.target}) was never measured in {block.mode}", code=FAULT
+            )
         return nbytes
 
     def most_workspace_bytes(self, nodes: Iterable[fx.Node]) -> int:
@@ -127,7 +129,8 @@ def _check(costs: RecordedCosts, line: Line) -> None:
     if counts != wanted:
         raise CostError(
             f"these costs are for {counts[0]} stages and {counts[1]} storages, but the graph has "
-            f"{wanted[0]} and {wanted[1]}: measure this graph"
+            f"{wanted[0]} and {wanted[1]}: measure this graph",
+            code="FXR613",
         )
     node_count = len(line.joint.module.graph.nodes)
     ran = (*costs.workspace_bytes, *costs.asked)
@@ -147,7 +150,8 @@ def _check(costs: RecordedCosts, line: Line) -> None:
     if not valid:
         raise CostError(
             "these costs name operations or storages that the graph does not have, or sizes below "
-            "those of its trace. They are damaged or for another graph: measure this graph"
+            "those of its trace. They are damaged or for another graph: measure this graph",
+            code="FXR613",
         )
 
 

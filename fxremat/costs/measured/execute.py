@@ -356,7 +356,8 @@ def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
         target, _args, _kwargs = call_of(node, block.mode_of(node))
         raise CostError(
             f"operation {node.name} ({target}) of stage {block.stage} cannot be run separately: "
-            f"{error}"
+            f"{error}",
+            code="FXR612",
         ) from error
 
 
@@ -408,6 +409,7 @@ def _fresh(
         raise CostError(
             f"operation {node.name} ({node.target}) of stage {block.stage} allocates "
             f"{len(fresh)} storages where its trace has {len(traced)}, so its memory cannot be "
-            "planned"
+            "planned",
+            code="FXR612",
         )
     return list(fresh.values())

@@ -67,7 +67,8 @@ class Synthesizer:
         if traced.layout is not torch.strided:
             raise CostError(
                 f"input {node.name} is a tensor of layout {traced.layout} without data, so nothing "
-                "that reads it can be measured. Capture the step with real tensors"
+                "that reads it can be measured. Capture the step with real tensors",
+                code="FXR612",
             )
         key = torch_compat.storage_key(traced)
         if key not in made:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
+from fxremat.errors import FxrematWarning
 from fxremat.passes.joint.digest import written
 from fxremat.passes.joint.graph import is_getitem, tensors_of
 from fxremat.passes.joint.sizes import evaluated, layouts_of, names_in
@@ -189,10 +190,11 @@ class Unit:
             self.eager = True
             self.__qualname__ += "_as_it_is"  # its costs are not those of its kernels
             LOG.debug("why %s is not compiled", self, exc_info=True)
-            torch_compat.warn(
+            message = (
                 f"{self} ({', '.join(self.operations)}) could not be compiled and runs operation "
                 f"by operation: {type(error).__name__}: {error}"
             )
+            torch_compat.warn(FxrematWarning(message, code="FXR210"))
         module = fx.GraphModule(torch.nn.Module(), self._graph_at(sizes))
         return lambda args: module(*args)
 

@@ -121,7 +121,8 @@ def _check_collectives(graph: fx.Graph) -> None:
                 f"{torch_compat.described_lines(node)}\n"
                 "fxremat does not know what this collective costs: use one of "
                 "torch.distributed._functional_collectives that reduces, gathers, scatters or "
-                "exchanges"
+                "exchanges",
+                code="FXR306",
             )
 
 
@@ -307,7 +308,9 @@ def _verify(joint: JointGraph) -> None:
     for node in (*joint.forward, *joint.backward):
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-            raise GraphError(f"node {node.name} ({target}) writes into its arguments")
+            raise GraphError(
+                f"node {node.name} ({target}) writes into its arguments", code="FXR622"
+            )
     if len(joint.backward_outputs) != len(joint.primals):
         raise GraphError(
             f"{len(joint.backward_outputs)} gradients for {len(joint.primals)} primals"

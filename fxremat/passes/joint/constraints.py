@@ -185,6 +185,7 @@ def _answer(policy: Policy, asked: Operation) -> Answer | None:
             f"policy= failed for {_named(asked)}: {type(error).__name__}: {error}",
             argument="policy",
             value=policy,
+            code="FXR406",
         ) from error
     if answer is not None and answer not in get_args(Answer):
         raise ArgumentError(
@@ -192,6 +193,7 @@ def _answer(policy: Policy, asked: Operation) -> Answer | None:
             "'recompute', 'offload', or None to let the planner decide",
             argument="policy",
             value=answer,
+            code="FXR406",
         )
     return answer  # type: ignore[return-value]
 
@@ -211,6 +213,7 @@ def _check(constraint: Constraint, asked: Operation, node: fx.Node, *, travels: 
             f"{who} offloads {_named(asked)}, but offload=False: pass offload='auto'",
             argument="policy",
             value=constraint.answer,
+            code="FXR406",
         )
     if constraint.answer == "recompute" and runs_once(node):
         raise ArgumentError(
@@ -218,6 +221,7 @@ def _check(constraint: Constraint, asked: Operation, node: fx.Node, *, travels: 
             "or may give other bits the second time: keep it, or let the planner decide",
             argument="policy",
             value=constraint.answer,
+            code="FXR406",
         )
 
 

@@ -212,7 +212,8 @@ class _Copier:
         if torch_compat.is_nested_size(number):
             raise CaptureError(
                 f"{node.name} is a nested tensor, whose rows differ in length, but fxremat plans "
-                "dense tensors only: compute with its values()"
+                "dense tensors only: compute with its values()",
+                code="FXR310",
             )
         expression, hint = torch_compat.expression_of(number)
         if hint is None:

@@ -84,6 +84,7 @@ def _device_of_draw(node: fx.Node) -> torch.device:
     if tensor.device.type not in ("cpu", "cuda"):
         raise GraphError(
             f"{node.name} ({node.target}) draws on {tensor.device}, "
-            "whose generator cannot be recorded: use cpu or cuda"
+            "whose generator cannot be recorded: use cpu or cuda",
+            code="FXR622",
         )
     return tensor.device

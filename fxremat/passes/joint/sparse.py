@@ -39,7 +39,8 @@ def with_sparse(module: fx.GraphModule) -> fx.GraphModule:
         if node.op == "placeholder" or torch_compat.draws_random_numbers(node):
             raise CaptureError(
                 f"{node.name} ({node.target}) is a sparse tensor, whose memory cannot be planned: "
-                "return dense tensors, and draw random numbers into dense ones"
+                "return dense tensors, and draw random numbers into dense ones",
+                code="FXR310",
             )
     if not made:
         return module

@@ -32,7 +32,8 @@ def check_draws(line: Line, ops: Sequence[Compute]) -> None:
         if before > after:
             raise ScheduleError(
                 f"stage {before} draws random numbers before stage {after}, which precedes it in "
-                "the traced graph: run stages that draw for the first time in their traced order"
+                "the traced graph: run stages that draw for the first time in their traced order",
+                code="FXR631",
             )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from fxremat.costs.measured.cost import Measured
-from fxremat.errors import CostError
+from fxremat.errors import FAULT, CostError
 from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.stages.block import Mode, dependencies
 
@@ -78,7 +78,8 @@ class Charges:
         if node not in self.alone_s:
             raise CostError(
                 f"{node.name} ({node.target}) is run again by a schedule but was never timed; "
-                "please report this model"
+                "please report this model",
+                code=FAULT,
             )
         return (self.of_rebuild if rebuilds else self.of_forward) * self.alone_s[node]
 

@@ -10,7 +10,7 @@ import numpy as np
 from torch import fx
 
 from fxremat.costs.measured.cost import Measured
-from fxremat.errors import CostError, ScheduleError
+from fxremat.errors import FAULT, CostError, ScheduleError
 from fxremat.ir.schedule import Codes
 from fxremat.passes.joint.graph import is_getitem
 from fxremat.passes.stages.block import Mode
@@ -201,15 +201,17 @@ class LineArrays:
         if totals["ended"] == TOO_LONG:
             raise ScheduleError(
                 f"a schedule needs more than {MOST_ROOM} entries to be evaluated: it has too many "
-                "operations"
+                "operations",
+                code="FXR631",
             )
         node = self.nodes[totals["node"]]
         if totals["ended"] == NEVER_COMPUTED:
-            raise ScheduleError(f"{node.name} is read but no operation computes it")
+            raise ScheduleError(f"{node.name} is read but no operation computes it", code="FXR631")
         what = "timed" if totals["ended"] == UNTIMED else "measured in this way"
         raise CostError(
             f"{node.name} ({node.target}) is run by a schedule but was never {what}; "
-            "please report this model"
+            "please report this model",
+            code=FAULT,
         )
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxremat.costs.measured.cost import Measured
 from fxremat.effort import Effort
-from fxremat.errors import ScheduleError
+from fxremat.errors import FAULT, ScheduleError
 from fxremat.ir import Backward, Decision, Forward, Schedule, Tensors
 from fxremat.ir.schedule import Codes, coded, decoded
 from fxremat.passes.emit.program import Call, Program, keep_all, link
@@ -300,7 +300,8 @@ def program_of(
         owner = joint.storages.owner[storage]
         raise ScheduleError(
             f"{owner.name} ({owner.target}) is to be computed again, but a schedule saves it; "
-            "please report this model"
+            "please report this model",
+            code=FAULT,
         )
     return Program(
         line, linked, totals["loss_point"], tuple(sorted(crossing, key=lambda n: _rank(line, n)))

@@ -1,0 +1,180 @@
+"""Errors about arguments."""
+
+from __future__ import annotations
+
+from fxremat.diagnostics.entry import Diagnostic
+from fxremat.errors import ArgumentError
+
+ARGUMENTS = (
+    Diagnostic(
+        "FXR401",
+        ArgumentError,
+        "An argument has a wrong type or value",
+        why="The message names the argument, what it must be, and what was passed, which "
+        "`error.argument` and `error.value` have as well.",
+        remedy="Pass one of the values that the message names.",
+        trouble="""
+        fxremat.compile(model, x, "64 MiB", offload="yes")
+        """,
+        remedies=(
+            """
+            fxremat.compile(model, x, "64 MiB", offload="auto")
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR402",
+        ArgumentError,
+        "`loss='own'`, but the model returns no loss",
+        why="With `loss='own'` the model must return its loss: a tensor of one number, as `.loss` "
+        "or `['loss']`, as the first of a tuple, or as its only output.",
+        remedy="Add the inputs of the loss, such as labels, to the sample, or pass a function of "
+        "the outputs as `loss=`.",
+        trouble="""
+        fxremat.compile(model, x, "64 MiB", loss="own")
+        """,
+        remedies=(
+            """
+            fxremat.compile(model, x, "64 MiB", loss=lambda y: y.square().mean())
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR403",
+        ArgumentError,
+        "The loss and its target do not belong together",
+        why="A loss of outputs and a target needs the target to be measured. A loss of outputs "
+        "only, and a loss that the model computes by itself, take none.",
+        remedy="Pass both, as in `loss=fxremat.Loss(criterion, target=y)`, or omit the target.",
+        trouble="""
+        fxremat.compile(model, x, "64 MiB", loss=nn.MSELoss())
+        """,
+        remedies=(
+            """
+            y = torch.randn(512, 64)
+            fxremat.compile(model, x, "64 MiB", loss=fxremat.Loss(nn.MSELoss(), target=y))
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR404",
+        ArgumentError,
+        "`loss=` does not compute a loss from the outputs",
+        why="The function must return a real tensor of one number, computed from the outputs of "
+        "the model with a gradient. `torch.compile` calls it with the tensors of the outputs, "
+        "without the structure in which the model returns them.",
+        remedy="Reduce the result to one number, such as by `.mean()`. Where the loss needs the "
+        "structure of the outputs, use `fxremat.compile`.",
+        trouble="""
+        fxremat.compile(model, x, "64 MiB", loss=lambda y: y.square())
+        """,
+        remedies=(
+            """
+            fxremat.compile(model, x, "64 MiB", loss=lambda y: y.square().mean())
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR405",
+        ArgumentError,
+        "The state of `optimizer=` cannot be counted",
+        why="The optimizer has none of the parameters of the model, its state cannot be measured "
+        "by a trial step, or its class was passed to `torch.compile`, which gives a backend no "
+        "parameters.",
+        remedy="Create the optimizer from `model.parameters()` after anything that replaces them, "
+        "and pass it. Otherwise pass the bytes of its state as `reserve=`.",
+        trouble="""
+        optimizer = torch.optim.AdamW(block().parameters())
+        fxremat.compile(model, x, "64 MiB", optimizer=optimizer)
+        """,
+        remedies=(
+            """
+            optimizer = torch.optim.AdamW(model.parameters())
+            fxremat.compile(model, x, "64 MiB", optimizer=optimizer)
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR406",
+        ArgumentError,
+        "An answer of `policy=` cannot be followed",
+        why="The policy failed, returned something else than `'keep'`, `'recompute'`, `'offload'` "
+        "or `None`, or asks for what the plan may not do: to offload with `offload=False`, or to "
+        "recompute an operation that must run once.",
+        remedy="Return one of these answers. Pass `offload='auto'` for `'offload'`, and `None` to "
+        "let the planner decide.",
+        trouble="""
+        fxremat.compile(model, x, "64 MiB", policy=lambda operation: "offload")
+        """,
+        remedies=(
+            """
+            fxremat.compile(model, x, "64 MiB", policy=lambda operation: None)
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR407",
+        ArgumentError,
+        "Two options contradict each other",
+        why="Both options decide the same thing, or one of them rules out the other. A trainer "
+        "that compiles the model or checkpoints activations by itself contradicts the callback "
+        "of fxremat.",
+        remedy="Omit one of them, as the message says.",
+        trouble="""
+        fxremat.plan(model, x, 0.9, check=True, offload="auto")
+        """,
+        remedies=(
+            """
+            fxremat.plan(model, x, 0.9, offload="auto")
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR408",
+        ArgumentError,
+        "An option needs a package, a compiler or a device that is missing",
+        why="`executor='inductor'` needs a C++ compiler on a CPU, and Triton on a GPU. "
+        "`check=True` needs ortools, and `verify=True` a CUDA device or a stand-in for one.",
+        remedy="Install what the message names, or omit the option.",
+        trouble="""
+        import torch._inductor.config as config
+
+        with config.patch({"cpp.cxx": ("/no/compiler",)}):
+            fxremat.compile(model, x, "64 MiB", executor="inductor")
+        """,
+        remedies=(
+            """
+            with config.patch({"cpp.cxx": ("/no/compiler",)}):
+                fxremat.compile(model, x, "64 MiB", executor="eager")
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR409",
+        ArgumentError,
+        "The trainer does not run the step that was planned",
+        why="A strategy of Lightning or Accelerate shards the model or replaces the training "
+        "step, or something has replaced the model's forward after the plan was made.",
+        remedy="Train in one process, or in DistributedDataParallel. Replace a forward before the "
+        "training begins.",
+        needs="Lightning, Accelerate or the Trainer of transformers",
+        test="tests/integrations/test_integrations.py::test_a_forward_replaced_while_training_is_told",
+    ),
+    Diagnostic(
+        "FXR410",
+        ArgumentError,
+        "The model was compiled by something else",
+        why="`fxremat.plan_of` reads the plan of a module that fxremat, or `torch.compile` with "
+        "`backend='fxremat'`, has compiled. A callback plans a model that is not compiled.",
+        remedy="Pass the compiled module to `plan_of`, and the original model to a callback.",
+        trouble="""
+        compiled = fxremat.compile(model, x, "64 MiB")
+        fxremat.plan_of(model)
+        """,
+        remedies=(
+            """
+            fxremat.plan_of(compiled)
+            """,
+        ),
+    ),
+)
