@@ -69,15 +69,16 @@ def compile(
         model: the module to train. It is captured in training mode and is not changed.
         sample: arguments of one call, on the model's device: a tensor, a tuple, a dict of
             keywords or a :class:`Sample`. If ``None``, the first training call is the sample.
-        budget: the maximum number of bytes that a step may have allocated: ``"6 GiB"``, bytes as
-            an int, a share in (0, 1] of the peak with everything kept as a float or as ``"50%"``,
-            or ``"min"``, the least feasible budget. A share and ``"min"`` are resolved for the
-            usual loop (see ``assume``), and again once the state of an optimizer exists;
-            ``"min"`` grows when a later call needs more. Text that ends in ``" reserved"``, such
-            as ``"22 GiB reserved"``, ``"50% reserved"`` or ``"min reserved"``, limits all memory
-            that the device's allocator takes for the step, including its cache and the unused
-            parts of its blocks, instead of the blocks that it has handed out, which
-            ``torch.cuda.max_memory_allocated`` reports. On a CPU the two are equal.
+        budget: the maximum number of bytes that a step may have allocated. It is text such as
+            ``"6 GiB"``, or bytes as an int. A float in (0, 1], or text such as ``"50%"``, is a
+            share of the peak with everything kept. ``"min"`` is the least feasible budget. A share
+            and ``"min"`` are resolved for the usual loop (see ``assume``), and again once the state
+            of an optimizer exists. ``"min"`` grows when a later call needs more.
+
+            By default a budget limits the blocks that the device's allocator has handed out, which
+            ``torch.cuda.max_memory_allocated`` reports. Text that ends in ``" reserved"``, such as
+            ``"22 GiB reserved"``, limits all memory that the allocator takes for the step. This
+            includes its cache and the unused parts of its blocks. On a CPU the two are equal.
         reserve: number of bytes of the budget that the plan leaves free.
         optimizer: an optimizer of the model, its class, the name of a class of ``torch.optim``
             such as ``"AdamW"``, or a list of these. Its state is counted from the first step on.
@@ -96,8 +97,8 @@ def compile(
             only inputs of convolutions and poolings (Hascoet et al.). A :class:`HostMemory` also
             sets how much host memory is used, and where it is.
         bits: ``"exact"`` computes gradients that are bitwise those of the step without a plan.
-            A run of operations may be computed in parts, for some rows of the batch or the sequence
-            at a time, if its results for these rows depend only on these rows. A loss over a
+            A run of operations may be computed in parts: for some rows of the batch or the sequence
+            at a time. Its results for these rows must depend only on these rows. A loss over a
             vocabulary then needs no logits, and an MLP no hidden layer. Parts are considered where
             nothing else fits, and where a step takes 1.2 times as long as with everything kept.
             They are also considered for a loss whose gradient is at least an eighth of what a step
@@ -285,9 +286,9 @@ def max_batch(
             ``in_flight`` and ``ranks``.
 
     Returns:
-        Sizes with their least budgets and predicted seconds. When a size near the largest is
-        compiled for the first time, a larger size may turn out to fit, or the largest may be one
-        too many, if kernels use other memory at that size than they report.
+        Sizes with their least budgets and predicted seconds. Kernels may use other memory at a
+        size than they report. So when a size near the largest is compiled for the first time, a
+        larger size may turn out to fit, or the largest may be one too many.
 
     Raises:
         BudgetError: the budget is not a number of bytes, or no size fits.
@@ -374,7 +375,7 @@ def estimate(
         costs: a plan of this step made on the device that runs it, or the path of its file. Its
             measurements replace the estimates.
         verify: whether to make the plan again on this machine's CUDA device, or on a stand-in for
-            one, and follow it for some steps, on a copy of the model without data. The memory that
+            one. Some steps then follow it, on a copy of the model without data. The memory that
             torch's allocator handed out and reserved is returned in ``verified``. The device must
             have that memory.
         **options: options of :func:`compile`, except ``dynamic``, ``plan``, ``regions``,

@@ -26,11 +26,11 @@ class Effort:
     cannot be followed.
 
     Attributes:
-        scale: how much of planning may go into further forms of the step that are not needed to
-            fit, as a multiple of the usual work, which takes some seconds of CPU time, or half as
-            long as the rest of planning for a long step. Work is counted in operations, not in
-            seconds, so that the same step gets the same plan on any machine. ``0`` searches only
-            forms that are needed to fit, ``math.inf`` all. ``explain()`` reports what was skipped.
+        scale: how much work planning may spend on forms of the step that are not needed to fit. It
+            is a multiple of the usual work, which takes some seconds of CPU time; for a long step,
+            half as long as the rest of planning. Work is counted in operations, not in seconds, so
+            that the same step gets the same plan on any machine. ``0`` searches only forms that are
+            needed to fit, and ``math.inf`` searches all. ``explain()`` reports what was skipped.
         generators: names of solvers whose schedules the planner evaluates, and from which local
             search starts: ``"rotor"``, ``"equiv_chain"``, ``"join"``, ``"store_all"``,
             ``"periodic"``, ``"revolve"`` or ``"pofo"`` (see :func:`fxremat.solve`). ``"join"`` and

@@ -12,8 +12,8 @@ from fxremat.options.budget import TrainingBudget
 from fxremat.units import format_bytes
 
 TOLERATED_BYTES = 512
-"""How much more than its budget a step may take without a warning: the smallest block of an
-allocator, as a scalar of the loop needs that is not counted, such as its last loss."""
+"""How much more than its budget a step may take without a warning. It is the smallest block of an
+allocator: a scalar of the loop that is not counted, such as its last loss, needs one."""
 
 user_line = torch_compat.user_line
 

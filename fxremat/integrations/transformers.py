@@ -33,10 +33,10 @@ class FxrematCallback(TrainerCallback):  # type: ignore[misc]
     is counted. With ``gradient_accumulation_steps``, gradients that exist before a step are counted
     as well.
 
-    Log entries with a loss also have ``budget_bytes``, ``predicted_peak_bytes`` and, on CUDA,
-    ``measured_peak_bytes``: the maximum number of bytes allocated in any forward and backward so
-    far. torch's peak statistics are reset at each step. Reporters that the trainer adds for
-    ``report_to`` run before callbacks, and do not receive these values.
+    Log entries with a loss also have ``budget_bytes`` and ``predicted_peak_bytes``. On CUDA they
+    have ``measured_peak_bytes`` too: the maximum number of bytes allocated in any forward and
+    backward so far. torch's peak statistics are reset at each step. Reporters that the trainer adds
+    for ``report_to`` run before callbacks, and do not receive these values.
 
     Args:
         budget: the budget of one process, as for :func:`fxremat.compile`.

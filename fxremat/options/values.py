@@ -22,12 +22,12 @@ class Bits:
 
     Attributes:
         kind: ``"exact"`` computes gradients that are bitwise those without a plan. ``"rounding"``
-            computes gradients that are equal up to rounding: the input of a BatchNorm may be
-            rebuilt from the output of the leaky ReLU that follows it, and operations may be
-            computed in parts whose sums are taken in another order.
-        verify_every: the interval in steps of a comparison: in every ``verify_every``-th step one
+            computes gradients that are equal up to rounding. The input of a BatchNorm may then be
+            rebuilt from the output of the leaky ReLU that follows it. Operations may be computed in
+            parts whose sums are taken in another order.
+        verify_every: the interval in steps of a comparison. In every ``verify_every``-th step, one
             run of operations that is computed in parts is also computed as a whole, on the data
-            of that step, if the budget has room for that above the plan's peak. If bits differ,
+            of that step. The budget must have room for that above the plan's peak. If bits differ,
             the step uses the results of the whole, a ``BudgetWarning`` names the run, and later
             plans do not use it. Steps that are measured for later plans, such as the first ones,
             are skipped. ``0`` disables the comparison.
@@ -60,8 +60,8 @@ class HostMemory:
         limit: maximum host memory to use, as ``"8 GiB"`` or bytes, or ``None`` for as much as the
             plan takes. It limits all graphs and steps together, and all processes on one machine.
             The memory is allocated once, and freed with the module that ``compile`` returns.
-        folder: if the step runs on a CPU, the folder of the file that represents host memory, on a
-            fast disk or in memory, or ``None`` for the system's folder for temporary files.
+        folder: for steps on a CPU, the folder of the file that represents host memory, on a fast
+            disk or in memory. ``None`` uses the system's folder for temporary files.
 
     Raises:
         ArgumentError: a value cannot be read.

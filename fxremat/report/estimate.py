@@ -71,9 +71,8 @@ class Estimate:
         library_bytes: bytes in every peak that libraries hold from their first call on.
         memory_bytes: size of the device's memory in bytes, or ``None`` if it is unknown.
         optimizer: name of the optimizer class whose state is counted, or ``None`` if none is.
-        loss: the loss that is counted: ``"own"`` if the model returns it, ``"given"`` if it is
-            that of ``loss=``, or ``"unknown"``, for which the memory of a cross entropy is set
-            aside.
+        loss: the loss that is counted. It is ``"own"`` if the model returns it, and ``"given"`` if
+            it is that of ``loss=``. For ``"unknown"``, the memory of a cross entropy is set aside.
         verified: measurements of the plan on this machine, or ``None`` without ``verify=True``.
     """
 

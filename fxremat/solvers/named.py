@@ -59,9 +59,8 @@ def solve(name: str, problem: Problem | JoinProblem, /, **options: Any) -> Solut
         **options: options of that solver, such as ``slots=2000``; see its module.
 
     Returns:
-        ``Solved`` with a schedule and its seconds, ``Infeasible`` with the least budget of such
-        schedules in bytes, or ``TimedOut`` with the best schedule so far and a lower bound in
-        seconds.
+        ``Solved`` has a schedule and its seconds. ``Infeasible`` has the least budget of such
+        schedules in bytes. ``TimedOut`` has the best schedule so far, and a lower bound in seconds.
 
     Raises:
         ArgumentError: there is no such solver, it does not solve such a problem or has no such

@@ -40,9 +40,9 @@ def measure_step(
     """Run a training step and measure its peak memory and time.
 
     On CUDA the peak is ``torch.cuda.max_memory_allocated()``, whose statistics are reset before the
-    step. On the CPU it is derived from the events of the allocator during the step, and what is
-    resident before it: the tensors of ``model``, and every tensor that ``step`` can reach through
-    the names it uses (closures, globals, defaults, optimizers among them).
+    step. On the CPU it is derived from the events of the allocator during the step, and from the
+    bytes that are resident before it. These are the tensors of ``model``, and every tensor that
+    ``step`` can reach through the names it uses: closures, globals, defaults, optimizers.
 
     Args:
         model: the model, whose device is measured. Its parameters, buffers and gradients are
