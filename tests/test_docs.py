@@ -9,15 +9,12 @@ import re
 import textwrap
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import fxremat
 from docs.generated import generated_files, generated_pages
-from fxremat.costs.measured import cache
 from fxremat.options.table import OPTIONS, fields_of
-from fxremat.planner.search.search import GENERATORS_BY_NAME
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

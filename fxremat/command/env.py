@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fxremat.torch_versions import problem, tried
 from fxremat.units import format_bytes
 
 READY, INCOMPLETE = 0, 1
@@ -262,52 +263,10 @@ def _torch() -> Iterator[Fact]:
 
 
 def _supported(version: str) -> Fact:
-    """Return whether this version of torch is in the range that the package is installed with."""
-    name = "torch supported"
-    wanted = requirement_of("torch")
-    if not wanted:
-        return Fact(name, "unknown, since fxremat is not installed", {"supported": None})
-    holds = is_within(version, wanted)
-    data = {"supported": holds, "range": wanted}
-    if holds:
-        return Fact(name, f"yes ({wanted})", data)
-    problem = f"torch {version} is outside the supported range {wanted}"
-    return Fact(name, f"no ({wanted})", data, problem=problem)
-
-
-def requirement_of(package: str) -> str:
-    """Return the versions of ``package`` that fxremat requires, such as ``">=2.11,<2.16"``.
-
-    Empty if fxremat is not installed, or states no range.
-    """
-    try:
-        wanted = importlib.metadata.requires("fxremat") or []
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    for line in wanted:
-        match = re.fullmatch(rf"{package}\s*\(?([<>=!~][^;)]*)\)?\s*", line)
-        if match:
-            bounds = (bound.strip() for bound in match[1].split(","))
-            return ",".join(sorted(bounds, reverse=True))
-    return ""
-
-
-def is_within(version: str, wanted: str) -> bool:
-    """Return whether a version keeps to bounds such as ``">=2.11,<2.16"``.
-
-    Only the numbers of the release are compared; ``2.16.0.dev1`` counts as ``2.16``.
-    """
-
-    def numbers(text: str) -> tuple[int, ...]:
-        release = re.match(r"\d+(?:\.\d+)*", text)
-        return tuple(map(int, release[0].split("."))) if release else ()
-
-    own = numbers(version)
-    for bound in wanted.split(","):
-        match = re.fullmatch(r"\s*(>=|<)\s*(\S+)\s*", bound)
-        if match and (own >= numbers(match[2])) != (match[1] == ">="):
-            return False
-    return True
+    """Return whether fxremat was tried with this version of torch."""
+    holds = problem(version) is None
+    text = f"{'yes' if holds else 'not tried'} ({tried()})"
+    return Fact("torch supported", text, {"supported": holds, "range": tried()})
 
 
 def _devices() -> Iterator[Fact]:

@@ -17,9 +17,10 @@ from fxremat.module.compiled import original_of
 from fxremat.planning.choose import usual_context
 from fxremat.report.diagnosis import Point
 from fxremat.report.memory import StepMemory
+from fxremat.report.peak import summed
 from fxremat.report.plan import Plan, RegionRow, StepPlan
 
-LATER, CACHE, BETWEEN = "held by later steps", "blocks of the allocator", "code between graphs"
+LATER = "held by later steps"
 
 
 def kept_point(trial: Trial) -> Point:
@@ -45,14 +46,7 @@ def least_point(trial: Trial) -> Point:
 
 def at_peak(plan: Plan | StepPlan, nbytes: int) -> dict[str, int]:
     """Return the bytes at the peak of a plan by purpose, and what is missing to ``nbytes``."""
-    if isinstance(plan, StepPlan):
-        memory = highest_region(plan)[1].plan.memory
-        rest = {BETWEEN: nbytes - memory.peak_bytes}
-    else:
-        memory = plan.memory
-        slack_bytes = plan.counted_bytes - memory.peak_bytes
-        rest = {CACHE: slack_bytes, LATER: nbytes - plan.counted_bytes}
-    found = {kind.value: own for kind, own in memory.at_peak().items()} | rest
+    found = summed(plan.at_peak()) | {LATER: nbytes - plan.counted_bytes}
     return {name: own for name, own in found.items() if own}
 
 
