@@ -104,7 +104,7 @@ def check_state(state: AcceleratorState) -> None:
     if state.distributed_type in _SHARDED:
         raise ArgumentError(
             f"{state.distributed_type.value} shards the model or replaces the training step, but "
-            "fxremat plans a whole step of one process, alone or in DistributedDataParallel",
+            "fxremat plans a whole step of one process, by itself or in DistributedDataParallel",
             argument="distributed_type",
             value=state.distributed_type.value,
             code="FXR409",

@@ -90,7 +90,9 @@ class Measured:
         nbytes = self._workspace_bytes.get((node, block.mode_of(node)))
         if nbytes is None:
             raise CostError(
-                f"{node.name} ({node.target}) was never measured in {block.mode}", code=FAULT
+                f"{node.name} ({node.target}) was never measured in {block.mode}; "
+                "please report this model",
+                code=FAULT,
             )
         return nbytes
 
