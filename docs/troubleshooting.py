@@ -201,7 +201,10 @@ def _in_new_folder() -> Iterator[Path]:
 def _printed_by(entry: Diagnostic) -> str:
     import torch  # noqa: PLC0415, slow
 
+    from fxremat.costs.measured import cache  # noqa: PLC0415, imports torch
+
     torch._dynamo.reset()
+    cache.COSTS.clear()
     names: dict[str, Any] = {}
     with _in_new_folder() as folder:
         error = raised_by(entry, folder, names)
@@ -223,9 +226,9 @@ def main() -> None:
     for entry in DIAGNOSTICS:
         if entry.trouble and (entry.code in asked.codes or not asked.codes):
             texts[entry.code] = _printed_by(entry)
-    if asked.write:
-        FILE.write_text(page(texts))
-    else:
+            if asked.write:
+                FILE.write_text(page(texts))
+    if not asked.write:
         print(page(texts))
 
 

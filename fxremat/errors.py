@@ -61,6 +61,11 @@ def _restored(kind: type[_Coded], args: tuple[Any, ...], attributes: dict[str, A
     return error
 
 
+def message_of(error: BaseException) -> str:
+    """Return the text of an error for use in another one: without the line that names its code."""
+    return error.message if isinstance(error, _Coded) else str(error)
+
+
 class FxrematError(_Coded):
     """Base of all errors raised by fxremat.
 

@@ -250,7 +250,7 @@ def _warn_of_dispatch_mode() -> None:
     warn(
         f"the step{f' at {line}' if line else ''} is called under a TorchDispatchMode such as "
         "FlopCounterMode, which receives each operation, so no plan is followed and no budget "
-        "holds",
+        "holds. Call it outside of that mode",
         code="FXR109",
     )
 

@@ -1,9 +1,9 @@
-"""Errors about arguments."""
+"""Errors about arguments and samples."""
 
 from __future__ import annotations
 
 from fxremat.diagnostics.entry import Diagnostic
-from fxremat.errors import ArgumentError
+from fxremat.errors import ArgumentError, NoGradientError, SampleError
 
 ARGUMENTS = (
     Diagnostic(
@@ -78,9 +78,9 @@ ARGUMENTS = (
         "FXR405",
         ArgumentError,
         "The state of `optimizer=` cannot be counted",
-        why="The optimizer has none of the parameters of the model, its state cannot be measured "
-        "by a trial step, or its class was passed to `torch.compile`, which gives a backend no "
-        "parameters.",
+        why="The optimizer has none of the parameters of the model, or its state cannot be "
+        "measured by a trial step. Or its class was passed to `torch.compile`, which gives a "
+        "backend no parameters.",
         remedy="Create the optimizer from `model.parameters()` after anything that replaces them, "
         "and pass it. Otherwise pass the bytes of its state as `reserve=`.",
         trouble="""
@@ -174,6 +174,63 @@ ARGUMENTS = (
         remedies=(
             """
             fxremat.plan_of(compiled)
+            """,
+        ),
+    ),
+)
+
+SAMPLES = (
+    Diagnostic(
+        "FXR501",
+        SampleError,
+        "The sample is not a call of the model",
+        why="A sample is a tensor, a tuple of arguments, a dict of keywords, or "
+        "`fxremat.Sample(args, kwargs)`. Often the budget is passed in its place. What the model "
+        "itself raises at a sample, such as for a wrong shape, is no error of fxremat: it comes "
+        "as the model raised it, with a note of the sample's shapes on Python 3.11 and later.",
+        remedy="Pass a sample first and the budget after it. Without a sample, pass `budget=` by "
+        "name.",
+        trouble="""
+        fxremat.compile(model, "64 MiB")
+        """,
+        remedies=(
+            """
+            fxremat.compile(model, fxremat.Sample((x,), {}), "64 MiB")
+            fxremat.compile(model, budget="64 MiB")
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR502",
+        SampleError,
+        "The sample and the model are on different devices, or have no data",
+        why="Planning runs operations on the device of the model, so parameters and the sample "
+        "need data there.",
+        remedy="Move the sample to the device of the model. A model on `meta` gets its weights by "
+        "`model.to_empty(device=...)`; `fxremat.estimate` accepts it without weights.",
+        trouble="""
+        fxremat.compile(model, torch.randn(512, 64, device="meta"), "64 MiB")
+        """,
+        remedies=(
+            """
+            fxremat.compile(model, torch.zeros(512, 64), "64 MiB")
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR510",
+        NoGradientError,
+        "Nothing requires a gradient",
+        why="All parameters are frozen, and no tensor of the sample requires a gradient, so there "
+        "is no backward to plan.",
+        remedy="Call `requires_grad_()` on the parameters to train.",
+        trouble="""
+        fxremat.compile(model.requires_grad_(False), x, "64 MiB")
+        """,
+        remedies=(
+            """
+            model[2].requires_grad_(True)
+            fxremat.compile(model, x, "64 MiB")
             """,
         ),
     ),

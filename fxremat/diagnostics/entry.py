@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass
 
 from fxremat.errors import FxrematError, FxrematWarning
@@ -56,4 +57,5 @@ class Diagnostic:
 
 
 def _program(text: str) -> str:
-    return inspect.cleandoc(text) + "\n" if text else ""
+    clean = re.sub(r"\n{4,}", "\n\n\n", inspect.cleandoc(text))
+    return clean + "\n" if text else ""

@@ -11,6 +11,7 @@ from fxremat.diagnostics.table import BY_CODE
 from fxremat.errors import PAGE, refuse
 
 WIDTH = 80
+"""Columns of a terminal that the text fits in."""
 
 
 def diagnostic(code: str) -> Diagnostic:

@@ -8,15 +8,18 @@ used is not used again.
 
 from __future__ import annotations
 
-from fxremat.diagnostics.arguments import ARGUMENTS
+from fxremat.diagnostics.arguments import ARGUMENTS, SAMPLES
+from fxremat.diagnostics.breaks import BREAKS
 from fxremat.diagnostics.budget import BUDGET
-from fxremat.diagnostics.capture import BREAKS, CAPTURE, SAMPLES
+from fxremat.diagnostics.budget_warnings import BUDGET_WARNINGS
+from fxremat.diagnostics.capture import CAPTURE
 from fxremat.diagnostics.entry import Diagnostic
 from fxremat.diagnostics.plans import PLANS
 from fxremat.diagnostics.steps import BACKWARD, HOST, OTHERS, RANKS
 
 DIAGNOSTICS: tuple[Diagnostic, ...] = (
     *BUDGET,
+    *BUDGET_WARNINGS,
     *BREAKS,
     *CAPTURE,
     *ARGUMENTS,

@@ -78,7 +78,7 @@ def results_of(joint: fx.GraphModule, output_count: int) -> tuple[int | None, ..
     if places is None:
         raise CaptureError(
             "the results of the captured backward cannot be assigned to inputs of the forward, so "
-            "no gradient can be distinguished",
+            "no gradient can be distinguished. Please report this model",
             code=FAULT,
         )
     return places

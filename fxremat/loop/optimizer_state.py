@@ -122,8 +122,8 @@ def check_optimizers(
         if own.isdisjoint(map(id, stepped)):
             name = type(optimizer).__name__
             raise ArgumentError(
-                f"optimizer is a {name} of {len(stepped)} parameters, none of which is one of the "
-                f"{len(own)} of {type(model).__name__}. Create it from model.parameters() after "
+                f"optimizer, {name}, steps {len(stepped)} parameters, none of which is a parameter "
+                f"of {type(model).__name__}. Create it from model.parameters() after "
                 f"anything that replaces them, pass its class, optimizer=torch.optim.{name}, or "
                 "pass the bytes of its state as reserve=",
                 argument="optimizer",

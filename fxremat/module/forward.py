@@ -132,7 +132,7 @@ def _call_original(
         state.warned.add(obstacle)
         warn(
             f"{type(state.original).__name__} is called {obstacle}, so no plan is followed and no "
-            "budget holds",
+            "budget holds. Call it outside of that, or use the original model there",
             code="FXR109",
         )
     return state.original.forward(*args, **kwargs)

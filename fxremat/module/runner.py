@@ -20,7 +20,7 @@ from fxremat.capture.sample import Sample, has_gradient, model_error, places_of
 from fxremat.capture.unused_outputs import Unused, forward_of, refuse_gradients
 from fxremat.compiler.entry import Backend, Entry, SeparateCapture, trace_only
 from fxremat.costs.measured.measure import device_of
-from fxremat.errors import CaptureError, CostError, FxrematError
+from fxremat.errors import CaptureError, CostError, FxrematError, message_of
 from fxremat.planner.context.context_bytes import model_bytes
 from fxremat.runtime import cuda_graph
 from fxremat.training.training import CaptureAborted, DryRunFinished, Training
@@ -146,7 +146,7 @@ class Runner:
             why = self._reason_not_whole(failed, Sample(args, kwargs))
         finally:
             del failed  # this frame would be in a cycle with it
-        training.refuse_single_graph_options(str(why))
+        training.refuse_single_graph_options(message_of(why))
         self._hooks = hook_dicts(self._inner)
         self.capture_in_pieces()
         if not training.dry_run:

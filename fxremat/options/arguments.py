@@ -163,7 +163,8 @@ class Arguments:
         refuse_unknown(given, names_of(BACKEND), knows="valid options are")
         if "budget" not in given:
             raise BudgetError(
-                'no budget: pass options={"budget": "6 GiB"} to torch.compile', code="FXR001"
+                'there is no budget: pass options={"budget": "6 GiB"} to torch.compile',
+                code="FXR001",
             )
         arguments = Arguments.read(**gathered(given))
         if arguments.drop_unused:

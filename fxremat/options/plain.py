@@ -130,7 +130,7 @@ class Options(_Plain):  # type: ignore[misc]
         refuse_unknown(values, names, knows="valid names are")
         if "budget" not in values:
             raise ArgumentError(
-                "no budget: set one, such as budget: 6 GiB", argument="budget", value=None
+                "there is no budget: set one, such as budget: 6 GiB", argument="budget", value=None
             )
         return Options(**values)
 

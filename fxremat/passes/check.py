@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from fxremat.errors import FxrematError, GraphError
+from fxremat.errors import FxrematError, GraphError, message_of
 from fxremat.passes.conditions import Violations, described_layout, results_of, sizes_are_numbers
 from fxremat.passes.contract import Condition, Pass, PassConfig, Violation, statement_of
 from fxremat.passes.joint import rng
@@ -45,7 +45,8 @@ def run_checked(entry: Pass, graph: StepGraph, *, config: PassConfig) -> StepGra
         if isinstance(error, (GraphError, *entry.raises)):
             raise
         raise GraphError(
-            f"it raised {type(error).__name__}, which its contract does not list: {error}",
+            f"it raised {type(error).__name__}, which its contract does not list: "
+            f"{message_of(error)}",
             code="FXR621",
         ) from error
     if made is not graph:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fxremat.cache.origins import differences, key_of, origin_of_plan, version_of
-from fxremat.errors import BudgetError, CostError, PlanError
+from fxremat.errors import BudgetError, CostError, PlanError, message_of
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.dimensions import arguments_of
 from fxremat.graph.further import allocator_rules, ensure_searched, link_of, list_forms, variants_at
@@ -238,7 +238,9 @@ def _followed(graph: Graph, kept: Plan, context: StepContext) -> CompiledPlan:
         try:
             variant = graph.take(line, kept.form, costs=kept.measured)
         except CostError as error:
-            raise PlanError(f"the plan cannot be followed: {error}", code="FXR603") from error
+            raise PlanError(
+                f"the plan cannot be followed: {message_of(error)}", code="FXR603"
+            ) from error
         now = _origin(graph, variant, context)
     differs = tuple(differences(kept.origin, now))
     if differs or variant is None:

@@ -22,7 +22,14 @@ from typing import Any, Literal, TypeVar, get_args
 from torch import nn
 
 from fxremat import torch_compat
-from fxremat.errors import ArgumentError, BudgetError, FxrematError, RankError, refuse
+from fxremat.errors import (
+    ArgumentError,
+    BudgetError,
+    FxrematError,
+    RankError,
+    message_of,
+    refuse,
+)
 from fxremat.report.codec import decode, encode
 
 Budgets = Literal["same", "least"]
@@ -412,13 +419,13 @@ def _named(ranks: Sequence[int]) -> str:
 
 def _encoded_error(error: BaseException, rank: int) -> dict[str, Any]:
     """Return ``error`` of a process as a dict that JSON can represent."""
-    if isinstance(error, RankError):
-        return {"text": error.message, "code": error.code, "ranks": error.ranks}
+    if not isinstance(error, RankError | BudgetError):
+        text = f"rank {rank} failed: {type(error).__name__}: {message_of(error)}"
+        error = RankError(text, code="FXR734", ranks=[rank])
+    encoded: dict[str, Any] = {"text": error.message, "code": error.code}
     if isinstance(error, BudgetError):
-        return {"text": error.message, "code": error.code, "least": error.least_budget_bytes}
-    why = error.message if isinstance(error, FxrematError) else str(error)
-    text = f"rank {rank} failed: {type(error).__name__}: {why}"
-    return {"text": text, "code": "FXR734", "ranks": [rank]}
+        return {**encoded, "least": error.least_budget_bytes}
+    return {**encoded, "ranks": error.ranks}
 
 
 def _decoded_error(message: Mapping[str, Any]) -> FxrematError:

@@ -318,8 +318,9 @@ def write_made(what: str, path: str | os.PathLike[str], make: Callable[[], bytes
     try:
         write_whole(file, make())
     except (OSError, ValueError) as error:  # ValueError: a number that JSON does not have
+        why = getattr(error, "strerror", None) or error
         raise PlanError(
-            f"the {what} cannot be written to {file}: {error}. Pass the path of a file in an "
+            f"the {what} cannot be written to {file}: {why}. Pass the path of a file in an "
             "existing folder that this user can write to",
             code="FXR604",
         ) from error

@@ -27,7 +27,9 @@ def whole_count(count: object, *, name: str) -> int:
     if isinstance(count, int | np.integer) and not isinstance(count, bool) and count >= 1:
         return int(count)
     raise ArgumentError(
-        f"{name} is {count!r}, must be at least 1 and a whole number", argument=name, value=count
+        f"{name} is {count!r}, but must be a whole number of at least 1",
+        argument=name,
+        value=count,
     )
 
 

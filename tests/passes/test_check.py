@@ -377,7 +377,9 @@ def test_an_error_that_the_contract_does_not_list_is_named() -> None:
         raise CostError("no cost")
 
     text = error_of(fails, step_at("build"))
-    assert text == "pass 'breaks': it raised CostError, which its contract does not list: no cost"
+    assert text.splitlines()[0] == (
+        "pass 'breaks': it raised CostError, which its contract does not list: no cost"
+    )
     with pytest.raises(CostError, match=r"^no cost$"):
         run(breaking(fails, raises={CostError: "always"}), step_at("build"))
 
@@ -400,4 +402,4 @@ def test_the_rest_of_many_violations_is_counted() -> None:
         edited(all_transposes_again), step_at("split"), ensures=(conditions.nothing_is_dead,)
     )
     assert text.count("is read by nothing") == 3
-    assert text.endswith("(and 6 more)")
+    assert "(and 6 more)\n" in text

@@ -18,7 +18,7 @@ from fxremat.graph.shortfall import TOLERATED_BYTES, excess_bytes
 
 def test_a_warning_names_the_line_that_calls():
     with pytest.warns(UserWarning, match="here") as told:
-        torch_compat.warn("here")
+        torch_compat.warn(UserWarning("here"))
         line = sys._getframe().f_lineno - 1
     assert (told[0].filename, told[0].lineno) == (__file__, line)
     assert torch_compat.user_line() == f"{__file__}:{sys._getframe().f_lineno}"
@@ -26,7 +26,7 @@ def test_a_warning_names_the_line_that_calls():
 
 def test_frames_of_torch_and_of_python_are_passed_by():
     x = torch.ones(3, requires_grad=True)
-    x.register_hook(lambda _: torch_compat.warn("in a hook"))
+    x.register_hook(lambda _: torch_compat.warn(UserWarning("in a hook")))
 
     class Calls(nn.Module):
         def forward(self, value: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def test_lines_of_a_traceback_are_the_users():
 
 def test_a_thread_without_code_of_the_users_may_warn():
     with pytest.warns(UserWarning, match="alone"):
-        thread = threading.Thread(target=torch_compat.warn, args=("alone",))
+        thread = threading.Thread(target=torch_compat.warn, args=(UserWarning("alone"),))
         thread.start()
         thread.join()
 

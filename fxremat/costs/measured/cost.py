@@ -90,7 +90,9 @@ class Measured:
         nbytes = self._workspace_bytes.get((node, block.mode_of(node)))
         if nbytes is None:
             raise CostError(
-                f"{node.name} ({node.target}) was never measured in {block.mode}", code=FAULT
+                f"{node.name} ({node.target}) was never measured in {block.mode}; "
+                "please report this model",
+                code=FAULT,
             )
         return nbytes
 
@@ -129,7 +131,7 @@ def _check(costs: RecordedCosts, line: Line) -> None:
     if counts != wanted:
         raise CostError(
             f"these costs are for {counts[0]} stages and {counts[1]} storages, but the graph has "
-            f"{wanted[0]} and {wanted[1]}: measure this graph",
+            f"{wanted[0]} and {wanted[1]}: use costs of the same model and options",
             code="FXR613",
         )
     node_count = len(line.joint.module.graph.nodes)
@@ -150,7 +152,8 @@ def _check(costs: RecordedCosts, line: Line) -> None:
     if not valid:
         raise CostError(
             "these costs name operations or storages that the graph does not have, or sizes below "
-            "those of its trace. They are damaged or for another graph: measure this graph",
+            "those of its trace. They are damaged or for another graph: use costs of the same model "
+            "and options",
             code="FXR613",
         )
 

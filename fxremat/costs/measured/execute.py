@@ -409,7 +409,8 @@ def _fresh(
         raise CostError(
             f"operation {node.name} ({node.target}) of stage {block.stage} allocates "
             f"{len(fresh)} storages where its trace has {len(traced)}, so its memory cannot be "
-            "planned",
+            "planned. Its fake implementation must return what it allocates: torch.library.opcheck "
+            "tests that",
             code="FXR612",
         )
     return list(fresh.values())

@@ -309,7 +309,9 @@ def _verify(joint: JointGraph) -> None:
         target = node.target
         if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
             raise GraphError(
-                f"node {node.name} ({target}) writes into its arguments", code="FXR622"
+                f"node {node.name} ({target}) writes into its arguments: "
+                "let its operation name them in mutates_args",
+                code="FXR622",
             )
     if len(joint.backward_outputs) != len(joint.primals):
         raise GraphError(

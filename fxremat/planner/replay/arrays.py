@@ -206,7 +206,10 @@ class LineArrays:
             )
         node = self.nodes[totals["node"]]
         if totals["ended"] == NEVER_COMPUTED:
-            raise ScheduleError(f"{node.name} is read but no operation computes it", code="FXR631")
+            raise ScheduleError(
+                f"{node.name} is read but no operation computes it: its forward must come first",
+                code="FXR631",
+            )
         what = "timed" if totals["ended"] == UNTIMED else "measured in this way"
         raise CostError(
             f"{node.name} ({node.target}) is run by a schedule but was never {what}; "
