@@ -16,10 +16,12 @@ from fxremat.graph.pools import pools
 from fxremat.module.compiled import original_of
 from fxremat.planning.choose import usual_context
 from fxremat.report.diagnosis import Point
-from fxremat.report.memory import StepMemory
+from fxremat.report.memory import Kind, StepMemory
 from fxremat.report.plan import Plan, RegionRow, StepPlan
 
 LATER, CACHE, BETWEEN = "held by later steps", "blocks of the allocator", "code between graphs"
+OUTSIDE = "outside this graph"
+"""What other graphs of the step hold, and what is outside the step."""
 
 
 def kept_point(trial: Trial) -> Point:
@@ -53,6 +55,8 @@ def at_peak(plan: Plan | StepPlan, nbytes: int) -> dict[str, int]:
         slack_bytes = plan.counted_bytes - memory.peak_bytes
         rest = {CACHE: slack_bytes, LATER: nbytes - plan.counted_bytes}
     found = {kind.value: own for kind, own in memory.at_peak().items()} | rest
+    if isinstance(plan, StepPlan):
+        found[OUTSIDE] = found.pop(Kind.OTHER.value)
     return {name: own for name, own in found.items() if own}
 
 
