@@ -220,11 +220,12 @@ class _Examination:
 
     def _kept(self, lowest: Trial) -> Point:
         """Return the step with everything kept; nothing is at its peak if it does not run."""
-        try:
-            return kept_point(self.try_budget("everything kept", "100%", effort=Effort(0.0)))
-        except torch.OutOfMemoryError:
-            assert lowest.plan is not None
-            return Point(lowest.plan.baseline_peak_bytes, lowest.plan.baseline_s)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            trial = self.try_budget("everything kept", "100%", effort=Effort(0.0))
+            if trial.plan is not None:
+                return kept_point(trial)
+        assert lowest.plan is not None
+        return Point(lowest.plan.baseline_peak_bytes, lowest.plan.baseline_s)
 
     def _half(self, kept: Point, least: Point) -> Point | None:
         """Return the step with half of the activations at the peak.

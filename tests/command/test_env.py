@@ -15,7 +15,7 @@ import torch
 
 import fxremat
 from fxremat.command import main
-from fxremat.command.env import REQUIRED, is_within, requirement_of
+from fxremat.command.probes import REQUIRED, is_within, requirement_of
 
 
 def listed(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
