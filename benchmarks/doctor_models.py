@@ -125,12 +125,13 @@ def _timm(name: str, size: int, **options: Any) -> Pair:
 
 def resnet50() -> Pair:
     """ResNet-50."""
-    return _timm("resnet50", 64)
+    return _timm("resnet50", 64, stem_width=16, channels=(16, 32, 48, 64))
 
 
 def convnext() -> Pair:
     """ConvNeXt, with dropped paths."""
-    return _timm("convnext_atto", 64, drop_path_rate=0.1)
+    small = {"depths": (1, 1, 2, 1), "dims": (24, 32, 48, 64)}
+    return _timm("convnext_atto", 64, drop_path_rate=0.1, **small)
 
 
 def swin() -> Pair:
@@ -140,15 +141,15 @@ def swin() -> Pair:
         64,
         img_size=64,
         window_size=4,
-        embed_dim=48,
-        depths=(2, 2, 2),
-        num_heads=(2, 4, 8),
+        embed_dim=24,
+        depths=(2, 2),
+        num_heads=(2, 4),
     )
 
 
 def efficientnet() -> Pair:
     """EfficientNet, with dropped paths."""
-    return _timm("efficientnet_b0", 64, drop_path_rate=0.2)
+    return _timm("test_efficientnet", 96, drop_path_rate=0.2)
 
 
 NAMES = (
