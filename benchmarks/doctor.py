@@ -31,6 +31,9 @@ SHARE = 0.6
 
 STEPS = 3
 
+PLANNED_STEPS = 6
+"""Steps in which a model in several graphs is planned and observed."""
+
 TOLERATED_BYTES = 512
 """Bytes over a budget that are not warned of."""
 
@@ -44,10 +47,10 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 def train(name: str, budget: str) -> dict[str, Any]:
-    """Train a model within a budget; the peak of each step, and the gradients' difference.
+    """Train a model within a budget, and measure the peak of each step.
 
-    The first ``STEPS`` steps of a model in several graphs are the ones in which it is planned: as
-    many follow.
+    The first ``PLANNED_STEPS`` steps of a model in several graphs plan and observe it, and are not
+    measured here.
     """
     torch.manual_seed(0)
     model, sample = getattr(doctor_models, name)()
@@ -67,20 +70,17 @@ def train(name: str, budget: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
 
+        if _plan_of(compiled) is None:  # planned and observed in the first steps, by a profiler
+            for _ in range(PLANNED_STEPS):
+                step()
         for _ in range(STEPS):
             peaks.append(_measured(model, (args, kwargs), step))
         plan = _plan_of(compiled)
-        several = plan is None or isinstance(plan, fxremat.StepPlan)
-        planned = peaks
-        if several:
-            planned = [_measured(model, (args, kwargs), step) for _ in range(STEPS)]
-            plan = _plan_of(compiled)
     budget_bytes = plan.budget_bytes if plan is not None else 0
     return {
         "budget_bytes": budget_bytes,
-        "first_peaks_bytes": peaks,
-        "peaks_bytes": planned,
-        "holds": max(planned) <= budget_bytes + TOLERATED_BYTES,
+        "peaks_bytes": peaks,
+        "holds": max(peaks) <= budget_bytes + TOLERATED_BYTES,
         "graphs": len(plan.regions) if isinstance(plan, fxremat.StepPlan) else 1,
         "least_budget_bytes": plan.least_budget_bytes if plan is not None else None,
         "warnings": [str(own.message)[:300] for own in issued if _is_ours(own.category)],

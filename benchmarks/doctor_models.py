@@ -30,7 +30,7 @@ _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
     "intermediate_size": 512,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "use_cache": False,
 }
@@ -51,7 +51,7 @@ def qwen3() -> Pair:
 def gpt2() -> Pair:
     """GPT-2, with dropout."""
     config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=128, n_layer=4, n_head=4, n_positions=128, use_cache=False
+        vocab_size=VOCABULARY, n_embd=128, n_layer=2, n_head=4, n_positions=128, use_cache=False
     )
     return _language(transformers.GPT2LMHeadModel(config))
 
@@ -65,7 +65,7 @@ def bert() -> Pair:
 def t5() -> Pair:
     """T5, an encoder and a decoder, with dropout."""
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=128, d_ff=512, d_kv=32, num_layers=3, num_heads=4
+        vocab_size=VOCABULARY, d_model=128, d_ff=512, d_kv=32, num_layers=2, num_heads=4
     )
     config.use_cache = False
     return _language(transformers.T5ForConditionalGeneration(config))
@@ -110,7 +110,7 @@ def whisper() -> Pair:
 def mixtral() -> Pair:
     """Mixtral, whose experts choose tokens by data."""
     config = transformers.MixtralConfig(
-        **{**_SIZES, "num_hidden_layers": 2}, num_key_value_heads=2, num_local_experts=4
+        **_SIZES, num_key_value_heads=2, num_local_experts=4, experts_implementation="eager"
     )
     return _language(transformers.MixtralForCausalLM(config))
 
@@ -125,12 +125,13 @@ def _timm(name: str, size: int, **options: Any) -> Pair:
 
 def resnet50() -> Pair:
     """ResNet-50."""
-    return _timm("resnet50", 64)
+    return _timm("resnet50", 64, stem_width=16, channels=(16, 32, 48, 64))
 
 
 def convnext() -> Pair:
     """ConvNeXt, with dropped paths."""
-    return _timm("convnext_atto", 64, drop_path_rate=0.1)
+    small = {"depths": (1, 1, 2, 1), "dims": (24, 32, 48, 64)}
+    return _timm("convnext_atto", 64, drop_path_rate=0.1, **small)
 
 
 def swin() -> Pair:
@@ -140,15 +141,15 @@ def swin() -> Pair:
         64,
         img_size=64,
         window_size=4,
-        embed_dim=48,
-        depths=(2, 2, 2),
-        num_heads=(2, 4, 8),
+        embed_dim=24,
+        depths=(2, 2),
+        num_heads=(2, 4),
     )
 
 
 def efficientnet() -> Pair:
     """EfficientNet, with dropped paths."""
-    return _timm("efficientnet_b0", 64, drop_path_rate=0.2)
+    return _timm("test_efficientnet", 96, drop_path_rate=0.2)
 
 
 NAMES = (

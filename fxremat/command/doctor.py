@@ -50,6 +50,9 @@ PREVENTING = (CaptureError, CostError, GraphError, NoGradientError)
 FASTER = 0.98
 """A recommendation of offloading takes at most this share of the time without it."""
 
+_LEAST = re.compile(r"least feasible budget is (\d+) bytes")
+"""The least budget of a loop that clears gradients to ``None``, in a :class:`BudgetError`."""
+
 _PLACE = re.compile(r"(?P<file>[^\n]*?):(?P<line>\d+): (?P<reason>.*)", re.S)
 
 
@@ -179,6 +182,8 @@ class _Examination:
         again = self.try_budget("again, from the cache", "min")
         is_cached = bool(made) and self._entries() == made
         first = FirstStep(lowest.seconds, again.seconds, is_cached, self.users)
+        if isinstance(lowest.plan, Plan):
+            lowest = self._deeper(lowest, lowest.plan.least_budget_bytes)
         kept = self._kept(lowest)
         least = least_point(lowest)
         half = self._half(kept, least)
@@ -195,13 +200,32 @@ class _Examination:
         advice = tuple(self._advice(diagnosis, lowest))
         return replace(diagnosis, advice=advice, steps_run=self.steps)
 
+    def _deeper(self, lowest: Trial, least_bytes: int) -> Trial:
+        """Return the trial within the least budget that an error names, if that is lower.
+
+        A budget that nothing fits so far is searched for however long that takes, and ``"min"``
+        only as far as the effort allows.
+        """
+        try:
+            return self.try_budget("what no plan fits", 1)
+        except BudgetError as error:
+            named = _LEAST.search(str(error))
+            budgets = [int(named[1])] if named else []
+            budgets.append(error.least_budget_bytes or least_bytes)
+        for nbytes in budgets:
+            with contextlib.suppress(BudgetError):
+                if nbytes < least_bytes:
+                    return self.try_budget("the least budget", nbytes)
+        return lowest
+
     def _kept(self, lowest: Trial) -> Point:
         """Return the step with everything kept; nothing is at its peak if it does not run."""
-        try:
-            return kept_point(self.try_budget("everything kept", "100%", effort=Effort(0.0)))
-        except torch.OutOfMemoryError:
-            assert lowest.plan is not None
-            return Point(lowest.plan.baseline_peak_bytes, lowest.plan.baseline_s)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            trial = self.try_budget("everything kept", "100%", effort=Effort(0.0))
+            if trial.plan is not None:
+                return kept_point(trial)
+        assert lowest.plan is not None
+        return Point(lowest.plan.baseline_peak_bytes, lowest.plan.baseline_s)
 
     def _half(self, kept: Point, least: Point) -> Point | None:
         """Return the step with half of the activations at the peak.
@@ -355,4 +379,5 @@ def _first_lines(why: str) -> str:
     """Return the first line of a reason, and its last line that names a file."""
     first, *more = why.splitlines() or [""]
     files = [line.strip() for line in more if line.strip().startswith("File ")]
-    return " ".join([first, *files[-1:]])
+    text = " ".join([first, *files[-1:]])
+    return re.sub(r'(?<=File ")[^"]+', lambda match: shortened(match[0]), text)

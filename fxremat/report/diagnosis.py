@@ -211,8 +211,8 @@ class Diagnosis:
             return
         several = ", each a region of one step" if self.graphs > 1 else "; the rest is not captured"
         yield f"  as {plural(self.graphs, 'graph')}{several}"
-        if self.why_several and not self.breaks:
-            yield from _wrapped(self.why_several, "    ")
+        if self.why_several:
+            yield from _wrapped(f"since {self.why_several}", "    ")
         for region in self.regions:
             times = f", {region.calls} times in a step" if region.calls > 1 else ""
             yield from _wrapped(

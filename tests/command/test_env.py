@@ -15,7 +15,7 @@ import torch
 
 import fxremat
 from fxremat.command import main
-from fxremat.command.env import REQUIRED
+from fxremat.command.probes import REQUIRED
 from fxremat.torch_versions import tried
 
 
