@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,25 @@ def test_the_workflows_check_what_ci_checks() -> None:
     }
     assert ours
     assert ours <= called
+
+
+@pytest.mark.parametrize(
+    ("torch", "environment"),
+    [("", ".venv"), ("2.15.0", ".venv-torch-2.15.0"), ("nightly", ".venv-torch-nightly")],
+)
+def test_each_torch_is_tested_in_its_own_environment(torch: str, environment: str) -> None:
+    """``make`` prints what it would run."""
+    outer = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "CONSTRAINTS")  # of a make that runs this test
+    variables = {name: value for name, value in os.environ.items() if name not in outer}
+    commands = subprocess.run(
+        ["make", "-n", "test"],
+        cwd=ROOT,
+        env={**variables, "TORCH": torch},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert f" {environment}/bin/python -m pytest" in commands
 
 
 @pytest.mark.skipif(not WORKFLOWS, reason="an sdist has no forms")
