@@ -17,8 +17,10 @@ else
 CONSTRAINTS ?= constraints.txt
 endif
 
-# Changes when a tag is made, and with it the version of an editable install.
-TAGS := $(wildcard $(shell git rev-parse --git-path refs/tags 2>/dev/null))
+# An editable install has the version of the time that it was made. So it is made again where the
+# commit is another tag than then, or the first one after a tag.
+DESCRIBED := $(or $(shell git describe --tags --exact-match 2>/dev/null),after-$(shell \
+	git describe --tags --abbrev=0 2>/dev/null))
 
 ON_CUDA := STAND_IN_SMALL=1 tests/cuda_stand_in/run.sh .venv-cuda python -m pytest -n 2 \
 	--dist loadfile -p cuda_stand_in_pytest
@@ -69,9 +71,14 @@ clean:
 	rm -rf .venv .venv-cuda .venv-docs .venv-package .venv-torch-* .venv-works build dist site
 
 # Made again when what it is made of changes, so that a second run is quick.
-$(VENV)/ready: pyproject.toml $(CONSTRAINTS) $(TAGS)
+$(VENV)/ready: pyproject.toml $(CONSTRAINTS) $(VENV)/at-$(DESCRIBED)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[test]'
+	touch $@
+
+$(VENV)/at-%:
+	mkdir -p $(VENV)
+	rm -f $(VENV)/at-*
 	touch $@
 
 $(VENV)/ready-dev: $(VENV)/ready

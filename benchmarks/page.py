@@ -1,4 +1,4 @@
-"""The page of a plan as a browser shows it: the picture in docs/reading-a-plan.md.
+"""The page of a plan as a browser shows it: the picture in docs/how-to/read-a-plan.md.
 
 Run: python -m benchmarks.page [model] [--budget 0.5] [--to docs/page.png]
 """

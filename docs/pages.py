@@ -19,6 +19,7 @@ PAGES = (
     "docs/*.png",
     "docs/images/*.png",
     "docs/prose/vocabulary.py",
+    "examples/*",
     "benchmarks/results/**/*",
     "tests/cuda_stand_in/README.md",
 )

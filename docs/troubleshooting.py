@@ -26,13 +26,14 @@ WIDTH = 100
 INTRO = """\
 # Troubleshooting
 
-Each error and warning of fxremat has a code, with which its text ends. This page has an entry for each
-code: why it comes, a program that raises it, and a program that follows the advice. In a terminal,
-`fxremat explain FXR002` prints the same.
+Each error and warning of fxremat has a code, with which its text ends. This page has an entry for
+each code: why it comes, a program that raises it, and programs that follow the advice. In a
+terminal, `fxremat explain FXR002` prints the same.
 
-All errors are `fxremat.FxrematError`, all warnings `fxremat.FxrematWarning`, and both have `code` and
-`message`. Errors of `compile` come before your model is changed. What your model raises by itself is not
-changed. If your problem has no code, see [where no error helps](#where-no-error-helps).
+All errors are `fxremat.FxrematError`, all warnings `fxremat.FxrematWarning`, and both have `code`
+and `message`. Errors of `compile` come before your model is changed. What your model raises by
+itself is not changed. If your problem has no code, see
+[where no error helps](#where-no-error-helps).
 
 The programs below begin with
 
@@ -40,32 +41,33 @@ The programs below begin with
 {setup}```
 
 The texts were printed by torch 2.13 on a CPU; bytes and seconds differ on other machines.
-This page is made from the table in `fxremat/diagnostics`: `python -m docs.troubleshooting --write`.
+`python -m docs.troubleshooting --write` makes this page from the table in `fxremat/diagnostics`.
 """
 
 NOTES = {
-    "BudgetError": "The budget cannot be read, or no plan keeps to it. An error comes before the budget is "
-    "accepted, or with `strict=True`; a later step that does not fit is a\n"
+    "BudgetError": "The budget cannot be read, or no plan keeps to it. An error comes before the "
+    "budget is accepted, or with `strict=True`; a later step that does not fit is a "
     "[BudgetWarning](#budgetwarning).",
-    "BudgetWarning": "A step may exceed its budget, for a reason that was unknown when it was planned.\n"
-    "`logging.basicConfig(level=logging.INFO)` logs each observed step, also those within the budget, and\n"
-    "`model.plan.also_held` lists the memory that the planned call needs in addition to that of every call.",
-    "GraphBreakWarning": "Dynamo captures the model as several graphs. Each is planned, and all share the "
-    "budget; the code between\nthem is counted, but not planned.",
-    "CaptureError": "The step cannot be captured as one graph where one is asked for, or it contains what "
-    "cannot be planned.",
-    "ArgumentError": "An argument other than the budget is wrong. The error is a `ValueError` and a "
-    "`TypeError`, and has\n`argument` and `value`.",
-    "BackwardError": "A planned step cannot give this backward, or it would be wrong. The error is a "
-    "`RuntimeError`, as\nautograd's own.",
-    "HostMemoryError": "With `offload=`, host memory cannot be allocated. `error.asked_bytes` is the number "
-    "of bytes requested.",
-    "TransferError": "With `offload=`, a copy between device and host was not made, or is requested where "
-    "it cannot be made.",
-    "RankError": "Several processes train one model and must follow one plan. `error.ranks` names those "
-    "that differ or\ndo not come.",
-    "FxrematError": "The base of all errors: `except fxremat.FxrematError` catches what fxremat raises, "
-    "and nothing that your\nown code raises.",
+    "BudgetWarning": "A step may exceed its budget, for a reason that was unknown when it was "
+    "planned. `logging.basicConfig(level=logging.INFO)` logs each observed step, also those within "
+    "the budget, and `model.plan.also_held` lists the memory that the planned call needs in "
+    "addition to that of every call.",
+    "GraphBreakWarning": "Dynamo captures the model as several graphs. Each is planned, and all "
+    "share the budget; the code between them is counted, but not planned.",
+    "CaptureError": "The step cannot be captured as one graph where one is asked for, or it "
+    "contains what cannot be planned.",
+    "ArgumentError": "An argument other than the budget is wrong. The error is a `ValueError` and "
+    "a `TypeError`, and has `argument` and `value`.",
+    "BackwardError": "A planned step cannot give this backward, or it would be wrong. The error is "
+    "a `RuntimeError`, as autograd's own.",
+    "HostMemoryError": "With `offload=`, host memory cannot be allocated. `error.asked_bytes` is "
+    "the number of bytes requested.",
+    "TransferError": "With `offload=`, a copy between device and host was not made, or is "
+    "requested where it cannot be made.",
+    "RankError": "Several processes train one model and must follow one plan. `error.ranks` names "
+    "those that differ or do not come.",
+    "FxrematError": "The base of all errors: `except fxremat.FxrematError` catches what fxremat "
+    "raises, and nothing that your own code raises.",
 }
 """What is said about a class before its entries."""
 
@@ -74,26 +76,28 @@ END = """\
 
 ### Memory that is not counted
 
-The budget is for one process, and for what the step allocates on its device. Other processes, CUDA's
-context, and tensors of your loop, such as prefetched batches or averaged weights, are not in it:
-`reserve=` leaves bytes for them. On CUDA the allocator takes more of the device than it hands out; a
-budget such as `"22 GiB reserved"` limits that ([what is counted](design/0006-what-is-counted.md),
-[the allocator](design/0015-the-allocator.md)).
+The budget is for one process, and for what the step allocates on its device. Other processes,
+CUDA's context, and tensors of your loop, such as prefetched batches or averaged weights, are not in
+it: `reserve=` leaves bytes for them. On CUDA the allocator takes more of the device than it hands
+out; a budget such as `"22 GiB reserved"` limits that
+([what is counted](design/0006-what-is-counted.md), [the allocator](design/0015-the-allocator.md)).
 
 ### It is slow
 
 * The first call captures, measures and plans. That happens once for each step, and a second process
   takes the plan from the cache folder, which `FXREMAT_CACHE` names.
-* If a step is slower than expected, `model.plan.explain()` says what is recomputed and what that costs.
-  `plan.lower_bound_s` is the least that any plan within that budget could take. A few percent more
-  budget often saves most: `fxremat.frontier(model, sample)` has the time at every budget.
-* Fused kernels are `executor="inductor"`. Without it, operations run one by one, as in eager, except
-  with `torch.compile(backend="fxremat")` on a GPU, where fused kernels are the default.
+* If a step is slower than expected, `model.plan.explain()` says what is recomputed and what that
+  costs. `plan.lower_bound_s` is the least that any plan within that budget could take. A few
+  percent more budget often saves most: `fxremat.frontier(model, sample)` has the time at every
+  budget.
+* Fused kernels are `executor="inductor"`. Without it, operations run one by one, as in eager,
+  except with `torch.compile(backend="fxremat")` on a GPU, where fused kernels are the default.
 
 ### Numbers differ from eager's
 
-They are those of the same graph with everything kept, as `torch.compile(backend="aot_eager")` runs it:
-compare with that. Where eager itself differs from it, [README's limits](../README.md#limits) say where.
+They are those of the same graph with everything kept, as `torch.compile(backend="aot_eager")` runs
+it: compare with that. Eager itself differs from it where decompositions or fused kernels round
+differently.
 """
 
 
@@ -112,7 +116,7 @@ def page(texts: Mapping[str, str]) -> str:
     for kind in kinds:
         lines += [f"## {kind.__name__}", ""]
         if kind.__name__ in NOTES:
-            lines += [NOTES[kind.__name__], ""]
+            lines += [_wrapped(NOTES[kind.__name__]), ""]
         for entry in DIAGNOSTICS:
             if entry.kind is kind:
                 lines += [*_section(entry, texts.get(entry.code, "")), ""]
@@ -145,7 +149,9 @@ def texts_of(text: str) -> dict[str, str]:
     """Return for each code what a page says that its program printed."""
     sections = re.split(r'^<a id="(fxr\d+)"></a>$', text, flags=re.M)[1:]
     found = zip(sections[::2], sections[1::2], strict=True)
-    blocks = {code.upper(): re.search(r"^```text\n(.*?)\n```$", t, re.M | re.S) for code, t in found}
+    blocks = {
+        code.upper(): re.search(r"^```text\n(.*?)\n```$", t, re.M | re.S) for code, t in found
+    }
     return {code: block[1] for code, block in blocks.items() if block}
 
 

@@ -65,6 +65,24 @@ def on_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
+_timings: list[dict[str, float]] = []
+"""The dicts of all :func:`timed` blocks that are entered now."""
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[dict[str, float]]:
+    """Yield a dict to which the seconds of each phase that ends in the block are added, by name.
+
+    Phases are timed even if progress is not wanted.
+    """
+    seconds: dict[str, float] = {}
+    _timings.append(seconds)
+    try:
+        yield seconds
+    finally:
+        _timings[:] = [own for own in _timings if own is not seconds]
+
+
 @contextlib.contextmanager
 def shown(*, here: bool = True) -> Iterator[Progress]:
     """Yield a callback that shows phases as bars on a terminal, else as records of the logger.
@@ -75,12 +93,14 @@ def shown(*, here: bool = True) -> Iterator[Progress]:
     Args:
         here: whether this process shows progress; pass ``False`` where another process does.
     """
-    if not (here and wanted()):
+    line: _Logged = _Unshown()
+    if here and wanted():
+        line = _Logged()
+        if on_terminal() and optional.find("rich.live") is not None:
+            line = _Bar()
+    elif not _timings:
         yield silent
         return
-    line: _Logged = _Logged()
-    if on_terminal() and optional.find("rich.live") is not None:
-        line = _Bar()
     phases = _Phases(line)
     try:
         yield phases
@@ -127,6 +147,16 @@ class _Logged:
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
+
+
+class _Unshown(_Logged):
+    """Shows nothing: phases are only timed."""
+
+    def show(self, what: str, done: int, total: int) -> None:
+        pass
+
+    def end(self, what: str, seconds: float) -> None:
+        pass
 
 
 class _Bar(_Logged):
@@ -211,9 +241,14 @@ class _Phases:
             return
         seconds = time.perf_counter() - self._begun_s
         if self._compiled_s:
-            self._line.end(COMPILE, self._compiled_s)
-        self._line.end(self._now[0], seconds - self._compiled_s)
+            self._end(COMPILE, self._compiled_s)
+        self._end(self._now[0], seconds - self._compiled_s)
         self._now, self._compiled_s = None, 0.0
+
+    def _end(self, what: str, seconds: float) -> None:
+        self._line.end(what, seconds)
+        for own in _timings:
+            own[what] = own.get(what, 0.0) + seconds
 
     def close(self) -> None:
         """Stop listening to numba, and stop showing the running phase."""

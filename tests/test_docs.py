@@ -7,12 +7,9 @@ import inspect
 import operator
 import re
 import textwrap
-import warnings
-from collections import defaultdict
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -40,12 +37,6 @@ def python_of(page: Path) -> list[str]:
     return python_in(page.read_text())
 
 
-def kind_of(name: str) -> type:
-    """Of a public name; ``object`` for what is no class."""
-    found = getattr(fxremat, name)
-    return found if isinstance(found, type) else object
-
-
 def test_each_test_that_works_with_names_exists() -> None:
     page = (ROOT / "docs/works-with.md").read_text()
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page))
@@ -66,6 +57,9 @@ def test_each_row_of_works_with_has_its_test() -> None:
             assert row in named or "while_loop` with a gradient" in row, row
 
 
+@pytest.mark.skipif(
+    not (ROOT / "benchmarks/results").exists(), reason="an sdist lacks results and pictures"
+)
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
@@ -103,46 +97,6 @@ def test_the_reference_has_every_public_name() -> None:
     pages = (page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     text = "\n".join(pages)
     assert set(re.findall(r"^::: fxremat\.(\w+)$", text, flags=re.M)) == PUBLIC
-
-
-TROUBLES = ROOT / "docs" / "troubleshooting.md"
-SECTIONS = re.split(r"^## ", TROUBLES.read_text(), flags=re.M)
-RAISED = [name for name in PUBLIC if issubclass(kind_of(name), (fxremat.FxrematError, Warning))]
-
-
-def test_every_error_and_warning_has_its_entry() -> None:
-    titles = [section.splitlines()[0] for section in SECTIONS[1:]]
-    assert set(RAISED) <= set(titles)
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
-@patch.dict(GENERATORS_BY_NAME)  # what an example adds is gone after it
-@pytest.mark.parametrize("name", sorted(RAISED))
-def test_what_is_told_comes_and_its_remedy_works(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cache, "COSTS", defaultdict(cache.CostCache))  # an example measures
-    (section,) = (text for text in SECTIONS if text.startswith(f"{name}\n"))
-    kind, names = kind_of(name), {}
-    setup, (trouble, *remedies) = python_in(SECTIONS[0]), python_in(section)
-    run(setup[0], tmp_path, names)
-    told = pytest.warns if issubclass(kind, Warning) else pytest.raises
-    with told(kind):
-        run(trouble, tmp_path, names)
-    with warnings.catch_warnings():
-        for ours in (fxremat.BudgetWarning, fxremat.GraphBreakWarning):
-            warnings.simplefilter("error", ours)
-        for remedy in remedies:
-            run(remedy, tmp_path, names)
-
-
-def run(text: str, folder: Path, names: dict[str, Any]) -> None:
-    """From a file of its own: Dynamo reads the lines that it captures."""
-    file = folder / f"block{len(list(folder.iterdir()))}.py"
-    file.write_text(text)
-    exec(compile(text, str(file), "exec"), names)
 
 
 def described(name: str) -> list[tuple[str, str]]:

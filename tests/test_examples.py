@@ -21,7 +21,6 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("name", "budget"),
     [
-        pytest.param("lora", "32 MiB", marks=pytest.mark.slow),
         pytest.param("unet3d", "96 MiB", marks=pytest.mark.slow),
         ("two_towers", "64 MiB"),
         pytest.param("long_context", "20 MiB", marks=pytest.mark.slow),

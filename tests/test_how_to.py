@@ -29,9 +29,10 @@ pytest.importorskip("peft")
 FOLDER = DOCS / "how-to"
 
 OPTIONAL = {"bitsandbytes", "hydra", "torchao", "trl"}
-"""Libraries that only ``make test-works`` installs. Elsewhere, blocks that import them do not run."""
+"""Libraries that only ``make test-works`` installs. Without them, blocks that import them are
+skipped."""
 
-VOCABULARY, LENGTH, WIDTH = 97, 24, 32
+VOCABULARY, LENGTH, WIDTH = 97, 24, 64
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),

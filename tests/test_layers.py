@@ -120,7 +120,9 @@ def test_imports_go_down(file: Path) -> None:
     assert not wrong_arrows(file, (PACKAGE / file).read_text())
 
 
-DRAWN_BY = {f"fxremat.report.{name}" for name in ("consistent", "page", "summary", "text", "trace")}
+DRAWN_BY = {
+    f"fxremat.report.{name}" for name in ("brief", "consistent", "page", "peak", "text", "trace")
+}
 """A plan's methods import what checks and draws plans when they are called, and only then."""
 
 

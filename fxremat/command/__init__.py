@@ -1,4 +1,4 @@
-"""The ``fxremat`` command: estimates a step, plans one, displays a plan, explains an error.
+"""The ``fxremat`` command: estimates, plans and diagnoses a step, and explains errors.
 
 This module does not import torch, which takes seconds to load, so that help appears at once.
 """
@@ -24,6 +24,9 @@ FITS, TOO_LARGE, WRONG, FAILED = range(4)
 
 LIBRARY = "transformers"
 """The module in a source ``transformers:CLASS``, whose models are made from a configuration."""
+
+IMAGES = "timm"
+"""The module in a source ``timm:NAME``, whose models are made by name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +78,8 @@ def _report_error(asked: argparse.Namespace, error: Exception, code: int) -> int
     if code == FAILED:
         message = " ".join(message.split())
         if not isinstance(error, FxrematError):
-            message = f"{asked.source} failed: {type(error).__name__}: {message}"
+            what = getattr(asked, "source", asked.command)
+            message = f"{what} failed: {type(error).__name__}: {message}"
         if not asked.traceback:
             message += " (--traceback prints where)"
     sys.stderr.write(f"fxremat: {message}\n")
@@ -94,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fxremat",
         description="Make PyTorch training fit in a stated number of bytes.",
-        epilog="Exit codes: 0 fits, 1 does not fit, 2 wrong arguments, 3 the model failed.",
+        epilog="Exit codes: 0 fits, 1 does not fit, 2 wrong arguments, 3 the model failed. For "
+        "arguments, and for exit codes of doctor and env: fxremat COMMAND --help.",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     parser.set_defaults(module="fxremat.command.run")
@@ -123,20 +128,46 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(report)
     explain = commands.add_parser("explain", help="explain the code of an error or warning")
     explain.add_argument("source", metavar="CODE", help="the code, such as FXR002")
-    explain.add_argument("--json", action="store_true", help="print JSON")
-    explain.set_defaults(module="fxremat.command.explain", traceback=False)
+    _add_json(explain)
+    explain.set_defaults(module="fxremat.command.explain")
+    _add_doctor(commands.add_parser("doctor", help="say what is planned of a model, and why"))
+    _add_env(commands.add_parser("env", help="print versions and devices, for a bug report"))
     return parser
 
 
-def _add_step(parser: argparse.ArgumentParser, command: str) -> None:
+def _add_doctor(doctor: argparse.ArgumentParser) -> None:
+    doctor.set_defaults(module="fxremat.command.doctor")
+    doctor.description = (
+        "Capture a model on this machine, and print what is planned, what runs as it is and why, "
+        "the least budget, what the first step takes, and recommendations. The step is planned "
+        "for several budgets. A model in several graphs is trained for some steps on the sample; "
+        "its parameters and buffers are not changed."
+    )
+    doctor.epilog = (
+        "Exit codes: 0 all is planned, or runs as it is at a cost that is printed; 1 something "
+        "prevents planning; 2 wrong arguments; 3 the model failed."
+    )
+    _add_step(doctor, "doctor", has_plan=False)
+    doctor.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+
+
+def _add_env(env: argparse.ArgumentParser) -> None:
+    env.set_defaults(module="fxremat.command.env")
+    env.description = "Print versions, devices, compilers and caches, as an issue needs them."
+    env.epilog = "Exit codes: 0 compile has what it needs, 1 something is missing."
+    _add_json(env)
+
+
+def _add_step(parser: argparse.ArgumentParser, command: str, *, has_plan: bool = True) -> None:
     """Add the arguments of a command that name a training step, its options and its output."""
     parser.add_argument(
         "source",
-        help=f"MODULE:FUNCTION that returns (model, sample), or {LIBRARY}:CLASS with --batch",
+        help=f"MODULE:FUNCTION that returns (model, sample), or {LIBRARY}:CLASS or {IMAGES}:NAME "
+        "with --batch",
     )
-    group = parser.add_argument_group(f"a model of {LIBRARY}")
+    group = parser.add_argument_group(f"a model of {LIBRARY} or {IMAGES}")
     group.add_argument("--config", type=Path, metavar="JSON", help="file of its configuration")
-    group.add_argument("--batch", metavar="4x2048", help="shape of its main input")
+    group.add_argument("--batch", metavar="SHAPE", help="shape of its main input, such as 4x2048")
     group.add_argument(
         "--dtype",
         default="float32",
@@ -152,7 +183,10 @@ def _add_step(parser: argparse.ArgumentParser, command: str) -> None:
     for field in fields_of(command):
         if field.flag and field.name != "loss":  # of which the command knows more
             _add_flag(options, field)
-    _add_output(parser)
+    if has_plan:
+        _add_output(parser)
+    else:
+        _add_json(parser)
 
 
 def _add_flag(parser: argparse._ActionsContainer, field: Field) -> None:
@@ -173,6 +207,10 @@ def _help(text: str) -> str:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the plan as an HTML page")
+    _add_json(parser)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")

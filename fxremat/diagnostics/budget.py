@@ -11,7 +11,7 @@ BUDGET = (
         BudgetError,
         "The budget is missing or cannot be read",
         why="A budget is a number of bytes, a share of the memory that the step takes with "
-        "everything kept, or `'min'`. Some functions, such as `fxremat.max_batch`, take bytes only.",
+        "everything kept, or `'min'`. Some functions, such as `max_batch`, take only bytes.",
         remedy="Write bytes as an int or as `'6 GiB'`, a share as `0.5` or `'50%'`, or `'min'`. "
         "Text that ends in `' reserved'`, such as `'22 GiB reserved'`, limits the bytes that "
         "CUDA's allocator reserves.",
@@ -87,26 +87,26 @@ BUDGET = (
 
         @torch.compiler.disable
         def allocate(y):
-            WIDTHS.append(WIDTHS[-1] + 8)
-            return y.repeat(1, WIDTHS[-1]).cos()[:, :64]
+            return y.repeat(1, WIDTH[0]).cos()[:, :64]
 
 
         REGIONS = ["first", "second"]  # as if a graph break were after each
-        WIDTHS = [8]
+        WIDTH = [16]
 
 
-        def train(budget):
+        def train(budget, more):
             compiled = fxremat.compile(Wide(), x, budget, regions=REGIONS, strict=True)
-            for _ in range(8):
+            for step in range(8):
+                WIDTH[0] = 16 + step * more
                 compiled(x).sum().backward()
                 compiled.zero_grad()
 
 
-        train("24 MiB")
+        train("24 MiB", more=16)
         """,
         remedies=(
             """
-            train("256 MiB")
+            train("64 MiB", more=0)
             """,
         ),
     ),
@@ -474,7 +474,7 @@ BUDGET = (
         remedy="Please report this. Later plans do not use this run of operations, so they may "
         "take more memory or time. `effort=fxremat.Effort(forms=('norms',))` disables parts.",
         needs="a kernel that gives other bits for a part of its rows",
-        test="tests/loop/test_comparison.py::test_other_bits_are_reported",
+        test="tests/loop/test_comparison.py::test_a_run_that_changes_bits_is_not_in_parts_any_more",
     ),
     Diagnostic(
         "FXR115",

@@ -133,12 +133,12 @@ BREAKS = (
 
 
         compiled = fxremat.compile(Reduced(), x, "64 MiB")
-        compiled(x).sum().backward()
+        for _ in range(3):
+            compiled(x).sum().backward()
         """,
         remedies=(
             """
             dist.destroy_process_group()
-            torch._dynamo.reset()
             compiled = fxremat.compile(Reduced().body, x, "64 MiB")
             compiled(x).sum().backward()
             """,
@@ -211,10 +211,10 @@ BREAKS = (
         why="With `executor='inductor'`, Inductor compiles runs of operations to kernels. It "
         "failed for the operations that the message names, for instance because a compiler is "
         "missing or broken. They run one by one, with the same results.",
-        remedy="Nothing needs to be done, but such a step is slower. Repair what the message names, "
-        "or pass `executor='eager'`.",
+        remedy="Nothing needs to be done, but such a step is slower. Repair what the message "
+        "names, or pass `executor='eager'`.",
         needs="a compiler that fails",
-        test="tests/passes/test_unit.py::test_what_cannot_be_compiled_runs_one_by_one",
+        test="tests/passes/test_unit.py::test_a_unit_that_its_compiler_refuses_is_told_of_and_runs_as_it_is",
     ),
 )
 
@@ -248,7 +248,7 @@ CAPTURE = (
         remedy="Repair an operation of your own whose fake implementation or backward fails: "
         "`torch.library.opcheck` tests them. Otherwise, please report this.",
         needs="an operation that fails only while it is traced",
-        test="tests/capture/test_errors.py::test_what_fails_while_it_is_traced_is_to_be_reported",
+        test="tests/capture/test_errors.py::test_an_error_of_planning_is_not_blamed_on_the_model",
     ),
     Diagnostic(
         "FXR303",

@@ -193,7 +193,7 @@ PLANS = (
         remedy="Repair the pass, or correct its contract. A pass of fxremat itself that violates "
         "its contract is a fault: please report it.",
         needs="a pass of your own",
-        test="tests/passes/test_check.py::test_a_broken_contract_is_named",
+        test="tests/passes/test_check.py::test_what_every_pass_keeps_of_a_traced_graph",
     ),
     Diagnostic(
         "FXR622",

@@ -43,7 +43,7 @@ BACKWARD = (
         why="The first backward has freed what the forward saved.",
         remedy="Call `backward(retain_graph=True)` the first time.",
         needs="a backward that autograd itself does not refuse",
-        test="tests/runtime/test_steps.py::test_what_was_taken_is_not_taken_again",
+        test="tests/runtime/test_steps.py::test_a_step_that_hooks_give_to_two_backwards_is_read_once",
     ),
     Diagnostic(
         "FXR703",
@@ -51,8 +51,7 @@ BACKWARD = (
         "Gradients of a planned step cannot be differentiated again",
         why="The backward is called with `create_graph=True`, but it was compiled without a graph "
         "of its own.",
-        remedy="Use the original model for that step, or call `backward()` without "
-        "`create_graph`.",
+        remedy="Use the original model for that step, or call `backward()` without `create_graph`.",
         trouble="""
         compiled = fxremat.compile(model, x, "64 MiB")
         compiled(x).sum().backward(create_graph=True)
@@ -71,17 +70,19 @@ BACKWARD = (
         "deterministic algorithms, TF32 or the number of threads, they would have other bits.",
         remedy="Make the setting around both the forward and the backward.",
         trouble="""
-        compiled = fxremat.compile(model, x, "min")
-        torch.set_float32_matmul_precision("medium")
+        torch.use_deterministic_algorithms(True)
+        compiled = fxremat.compile(model, x, 0.7)
         loss = compiled(x).sum()
-        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
         loss.backward()
         """,
         remedies=(
             """
-            torch.set_float32_matmul_precision("medium")
+            del loss
+            torch.use_deterministic_algorithms(True)
+            compiled = fxremat.compile(model, x, 0.7)
             compiled(x).sum().backward()
-            torch.set_float32_matmul_precision("highest")
+            torch.use_deterministic_algorithms(False)
             """,
         ),
     ),
@@ -91,7 +92,8 @@ BACKWARD = (
         "Hooks on saved tensors returned a copy of another step's",
         why="`torch.autograd.graph.saved_tensors_hooks` replaced what the forward saved, so the "
         "step that the backward belongs to cannot be identified.",
-        remedy="Do not use such hooks for the compiled model, or let them return what they were given.",
+        remedy="Do not use such hooks for the compiled model, or let them return "
+        "what they were given.",
         trouble="""
         def train(keep, restore):
             compiled = fxremat.compile(model, x, "64 MiB")
@@ -150,7 +152,7 @@ BACKWARD = (
         "the first time, after its post-accumulate hooks had run.",
         remedy="Repeat the step. From now on the hooks run once the gradient is complete.",
         needs="a hook on a parameter that is used outside the compiled model in a later step",
-        test="tests/runtime/test_gradients.py::test_a_part_is_refused",
+        test="tests/runtime/test_gradients.py::test_a_gradient_that_joins_after_the_hooks_is_an_error_and_then_is_not",
     ),
 )
 
@@ -186,10 +188,9 @@ HOST = (
         why="On a CPU, host memory is a file, and the disk is full or the folder cannot be "
         "written to. On a GPU, the machine or the container's control group has less memory than "
         "is asked for.",
-        remedy="Name another folder by `HostMemory(folder=)`, or use less by "
-        "`HostMemory(limit=)`.",
+        remedy="Name another folder by `HostMemory(folder=)`, or use less by `HostMemory(limit=)`.",
         needs="a disk that is full, or a machine with little memory",
-        test="tests/runtime/test_arena.py::test_a_full_disk_is_named",
+        test="tests/runtime/test_arena.py::test_a_full_disk_is_an_error_when_made",
     ),
     Diagnostic(
         "FXR721",
@@ -228,7 +229,7 @@ HOST = (
         why="The copy failed or was interrupted, so tensors of this step have wrong values.",
         remedy="Do not use the results of the step, and run it again.",
         needs="a disk that fails",
-        test="tests/runtime/test_transfer_failures.py::test_a_copy_that_failed_is_named",
+        test="tests/runtime/test_transfer_failures.py::test_what_would_end_the_worker_is_an_error_at_the_next_operation",
     ),
     Diagnostic(
         "FXR723",
@@ -238,7 +239,7 @@ HOST = (
         "then.",
         remedy="Run the step outside `torch.cuda.graph`, or compile with `offload=False`.",
         needs="a GPU",
-        test="tests/runtime/test_cuda_graph.py::test_nothing_travels_then",
+        test="tests/runtime/test_cuda_graph.py::test_a_step_with_host_memory_does_not_run_then",
     ),
     Diagnostic(
         "FXR724",
@@ -249,7 +250,7 @@ HOST = (
         remedy="Keep the compiled module for as long as its graphs run, or compile the model "
         "again.",
         needs="an emitted graph that is run by itself",
-        test="tests/runtime/test_arena.py::test_memory_that_is_gone_is_named",
+        test="tests/runtime/test_arena.py::test_a_module_that_is_gone",
     ),
 )
 
@@ -332,6 +333,6 @@ OTHERS = (
         remedy="Please report it, with the message and, if possible, the model. `fxremat env` "
         "prints the versions that a report needs.",
         needs="a fault",
-        test="tests/costs/measured/test_cost.py::test_a_cost_that_is_missing_is_named",
+        test="tests/costs/measured/test_cost.py::test_an_operation_that_was_not_measured_is_named",
     ),
 )

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 
 import torch
 from torch import fx
@@ -13,6 +14,7 @@ from torch import fx
 from fxremat import torch_compat
 from fxremat.ir import Move, Request
 from fxremat.passes.emit.program import Call, Program
+from fxremat.passes.emit.readers import readers_of, recomputation_of
 from fxremat.passes.joint.constraints import constraint_of
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
@@ -20,13 +22,14 @@ from fxremat.planner.allocator.allocations import HELD_ON, requests_of_step
 from fxremat.planner.allocator.footprints import WORKSPACE, Footprints
 from fxremat.planner.context.context_bytes import ContextBytes
 from fxremat.report.facts import Decided
-from fxremat.report.memory import Kind, Life, StepMemory, Tensor
+from fxremat.report.memory import EXISTING, CodeLine, Kind, Life, StepMemory, Tensor, Waiting
 from fxremat.report.modules import common_module
+from fxremat.units import plural
 
 _WORKSPACE = "workspace of "
 
 _BESIDE = {
-    Kind.GRADIENTS: "gradients that exist",
+    Kind.GRADIENTS: EXISTING,
     Kind.OPTIMIZER: "optimizer state",
     Kind.RESERVE: "reserve",
 }
@@ -61,6 +64,7 @@ def record_memory(
     *,
     roles: Mapping[int, Kind],
     held_outside: Mapping[Kind, int],
+    again_s: Mapping[fx.Node, float],
 ) -> StepMemory:
     """Return which tensors are held, from when to when, while ``program`` runs.
 
@@ -72,6 +76,7 @@ def record_memory(
         roles: what primals are, where that is known.
         held_outside: bytes that are held before the step, by kind, and belong to no primal:
             gradients, optimizer state and reserve. The rest is recorded as one tensor.
+        again_s: seconds of each operation that a recomputation may run.
 
     Ensures: the most at the instants of an operation, and what is held at the last of them, are
     those of an evaluation.
@@ -89,7 +94,7 @@ def record_memory(
         released = sum(m.release == index < program.loss_point for m in moves)
         record.follow(asked[:released])
         calls.append(record.next())
-        record.follow(asked[released:], _workspaces(call, footprints))
+        record.follow(asked[released:], record.workspaces(call, footprints))
         record.next()
     if program.loss_point == len(program.calls):
         loss_point = record.pass_loss_point(requests.loss_point, context_bytes)
@@ -98,7 +103,18 @@ def record_memory(
     modules = tuple(
         common_module(map(torch_compat.module_path, s.forward or s.backward)) for s in line.stages
     )
-    return StepMemory(*record.done(), tuple(calls), loss_point, end, modules)
+    tensors, lives = record.done()
+    return StepMemory(
+        tensors=tensors,
+        lives=lives,
+        calls=tuple(calls),
+        loss_point=loss_point,
+        end=end,
+        modules=modules,
+        lines=tuple(record.lines),
+        waiting=record.waiting_tensors(readers_of(program), again_s),
+        again_s=tuple(again_s[node] for node in record.runs),
+    )
 
 
 def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Footprints) -> str:
@@ -106,15 +122,16 @@ def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Foo
 
     Such a phrase is ``"addmm in module blocks.3.mlp, at model.py:23 (operation B 13)"``.
     """
-    memory = record_memory(program, context_bytes, footprints, (), roles={}, held_outside={})
-    held = memory.held_bytes()
-    instant = held.index(max(held))
+    memory = record_memory(
+        program, context_bytes, footprints, (), roles={}, held_outside={}, again_s={}
+    )
+    instant = memory.peak_instant
     if instant == memory.loss_point:
         return "the loss point, between forward and backward"
     if instant == memory.end:
         return "the end of the backward, when all gradients exist"
     op = program.calls[bisect_right(memory.calls, instant) - 1].op
-    alive = [life for life in memory.lives if life.begin <= instant < life.end]
+    alive = memory.alive(instant)
     made = [life for life in alive if memory.tensors[life.tensor].operation]
     last = max(made or alive, key=lambda life: (life.begin, memory.tensors[life.tensor].nbytes))
     tensor, joint = memory.tensors[last.tensor], program.line.joint
@@ -152,23 +169,11 @@ def _given(
         storages[kind if is_primal else Kind.BUFFERS] |= new
         counted |= new
     for kind, own in storages.items():
-        yield Tensor(f"{len(own)} {kind.value}", table.total(own), kind)
+        yield Tensor(plural(len(own), kind.value.removesuffix("s")), table.total(own), kind)
     for kind, nbytes in held_outside.items():
         yield Tensor(_BESIDE[kind], nbytes, kind)
     other = context_bytes.given_bytes - table.total(counted) - sum(held_outside.values())
     yield Tensor("what else is held", other, Kind.OTHER)
-
-
-def _workspaces(call: Call, footprints: Footprints) -> Iterator[Tensor]:
-    """Yield the workspaces of a call's operations, in order, without their bytes.
-
-    The call's allocation requests have the bytes.
-    """
-    for step in footprints.steps(call.block):
-        if step.workspace_bytes > 0 and step.node is not None:
-            name, operation = f"{_WORKSPACE}{step.node.name}", _operation(step.node)
-            module = torch_compat.module_path(step.node)
-            yield Tensor(name, 0, Kind.WORKSPACES, call.op.stage, operation, module)
 
 
 _LOSS = Tensor("loss outside the model", 0, Kind.LOSS)
@@ -189,8 +194,12 @@ class _Record:
         default_factory=lambda: defaultdict(list)
     )
     of_storage: dict[int, Tensor] = field(default_factory=dict)
+    lines: dict[CodeLine, int] = field(default_factory=dict)
+    runs: dict[fx.Node, int] = field(default_factory=dict)
+    waiting: frozenset[int] = frozenset()
     gradients: frozenset[int] = field(init=False)
     tangents: frozenset[int] = field(init=False)
+    results: frozenset[int] = field(init=False)
     outputs: frozenset[int] = field(init=False)
     forward: frozenset[fx.Node] = field(init=False)
     now: int = 0
@@ -201,7 +210,8 @@ class _Record:
         self.gradients = joint.storages.of(joint.gradients)
         self.tangents = joint.storages.of(joint.tangents)
         made = (node for node in joint.results if node in joint.storages.of_node)
-        self.outputs = joint.storages.of(made) - joint.saved
+        self.results = joint.storages.of(made)
+        self.outputs = self.results - joint.saved
         self.forward = frozenset(joint.forward)
 
     def next(self) -> int:
@@ -244,6 +254,7 @@ class _Record:
         """Record what is allocated and freed between forward and backward; return that instant."""
         released = sum(nbytes < 0 <= key for key, nbytes in requests)
         self.follow(requests[:released])
+        self.waiting = frozenset(key for (kind, key), own in self.open.items() if own and not kind)
         if context_bytes.released_bytes:
             self.shrink(Kind.OTHER, context_bytes.released_bytes)
         gone_bytes = sum(context_bytes.tangent_each_bytes) - context_bytes.tangent_bytes
@@ -279,6 +290,45 @@ class _Record:
         left = replace(tensor, nbytes=tensor.nbytes - nbytes)
         self.open[kind, 0].append((left, self.now + 1))
 
+    def workspaces(self, call: Call, footprints: Footprints) -> Iterator[Tensor]:
+        """Yield the workspaces of a call's operations, in order, without their bytes.
+
+        The call's allocation requests have the bytes.
+        """
+        for step in footprints.steps(call.block):
+            if step.workspace_bytes > 0 and step.node is not None:
+                name, operation = f"{_WORKSPACE}{step.node.name}", _operation(step.node)
+                module, line = torch_compat.module_path(step.node), self._line_of(step.node)
+                stage = call.op.stage
+                yield Tensor(name, 0, Kind.WORKSPACES, stage, operation, module, line)
+
+    def waiting_tensors(
+        self, readers: Mapping[int, tuple[int, ...]], again_s: Mapping[fx.Node, float]
+    ) -> tuple[Waiting, ...]:
+        """Return the tensors that are held from the forward to the backward, by ascending index.
+
+        Args:
+            readers: indices of the calls that read each storage.
+            again_s: seconds of each operation that a recomputation may run.
+        """
+        if not again_s:  # of a graph that is not planned yet
+            return ()
+        held = self.waiting - self.outputs
+        found = []
+        for storage in sorted(self.waiting & self.of_storage.keys()):
+            tensor = self.of_storage[storage]
+            if tensor not in self.tensors:  # it is empty
+                continue
+            own = Waiting(self.tensors[tensor], readers.get(storage, ()))
+            if tensor.kind is Kind.ACTIVATIONS:
+                again = recomputation_of(self.line, storage, held - {storage}, again_s)
+                if again is not None:
+                    needs = sorted(self.tensors[self._of(need)] for need in again.needs)
+                    runs = (self.runs.setdefault(node, len(self.runs)) for node in again.runs)
+                    own = replace(own, runs=tuple(sorted(runs)), needs=tuple(needs))
+            found.append(own)
+        return tuple(sorted(found, key=lambda own: own.tensor))
+
     def done(self) -> tuple[tuple[Tensor, ...], tuple[Life, ...]]:
         """Return all tensors, and their lives; what was not released is held until the end."""
         end = self.now + 1
@@ -300,6 +350,8 @@ class _Record:
             owner = joint.storages.owner[storage]
             if storage in self.gradients:
                 kind = Kind.GRADIENTS
+            elif storage in self.results:
+                kind = Kind.OUTPUTS
             elif owner in self.forward:
                 kind = Kind.ACTIVATIONS
             else:
@@ -311,8 +363,26 @@ class _Record:
                 self.line.stage_of.get(owner, -1),
                 _operation(owner),
                 torch_compat.module_path(owner),
+                self._line_of(owner),
             )
         return self.of_storage[storage]
+
+    def _line_of(self, node: fx.Node) -> int:
+        """Return the index of the line of the model that an operation comes from; -1 if unknown."""
+        lines = torch_compat.user_lines(node.stack_trace or "")
+        if not lines:
+            return -1
+        own = CodeLine(_short(lines[-1].file), lines[-1].number, lines[-1].code)
+        return self.lines.setdefault(own, len(self.lines))
+
+
+def _short(file: str) -> str:
+    """Return the path of a file in its installed package; of any other file its name."""
+    parts = PurePath(file).parts
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return "/".join(parts[parts.index(folder) + 1 :])
+    return parts[-1] if parts else file
 
 
 def decided_in(line: Line) -> tuple[Decided, ...]:

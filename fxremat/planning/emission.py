@@ -127,6 +127,7 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
             Kind.OPTIMIZER: graph.optimizer_bytes + context.state_bytes,
             Kind.RESERVE: graph.caller.reserve_bytes,
         },
+        again_s=search.measured.again_s,
     )
     # The bound is one of recomputation only, of the operations as they were traced.
     bound = search.bound(budget_bytes) if pool.form == TRACED and not host else None

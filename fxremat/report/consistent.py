@@ -88,6 +88,13 @@ def _check_memory(plan: Plan) -> None:
         raise ValueError("memory.calls: not in order")
     _inside("memory.calls", memory.calls, memory.end + 1)
     _inside("memory.tensors", (1 + tensor.stage for tensor in memory.tensors), len(plan.chain) + 1)
+    _inside("memory.tensors", (1 + t.line for t in memory.tensors), len(memory.lines) + 1)
+    if any(seconds < 0 for seconds in memory.again_s):
+        raise ValueError("memory.again_s: less than 0 seconds")
+    for own in memory.waiting:
+        _inside("memory.waiting", [own.tensor, *own.needs], len(memory.tensors))
+        _inside("memory.waiting.calls", own.calls, calls)
+        _inside("memory.waiting.runs", own.runs or (), len(memory.again_s))
     for life in memory.lives:
         _inside("memory.lives", [life.tensor], len(memory.tensors))
         if not 0 <= life.begin < life.end <= memory.end + 1:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Literal
 
-from fxremat.report.frontier import Batches, Frontier
+from fxremat.report.frontier import WIDTH, Batches, Frontier
 from fxremat.report.memory import Kind
+from fxremat.report.peak import PeakHolder, holders_of, shortened, summed
 from fxremat.report.plan import Plan
 from fxremat.units import Counted, format_bytes, format_seconds
 
 LossOf = Literal["own", "given", "unknown"]
 """The loss that is counted: the model's, that of ``loss=``, or an assumed one."""
 
-LIBRARIES, CACHE, LATER = "libraries", "allocator cache", "held by later steps"
+LIBRARIES, LATER = "libraries", "held by later steps"
+"""Kinds of memory that only estimates have."""
+
+MOST_HOLDERS = 5
+"""The number of the largest holders of the peak that are shown with lines of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,27 +114,35 @@ class Estimate:
         limit = self.budget_bytes or self.memory_bytes
         return limit is None or self.least_budget_bytes <= limit
 
-    def at_peak(self, plan: Plan) -> dict[str, int]:
-        """Return the bytes held at the peak of a plan by purpose. They add up to the peak.
+    def at_peak(self, plan: Plan) -> tuple[PeakHolder, ...]:
+        """Return what the step of a plan holds at its peak, the most bytes first.
 
-        The peak of ``kept`` is that of the usual loop, so it has one more entry: the bytes that
-        later steps hold and the first one does not.
+        The bytes add up to the peak. That of ``kept`` is the peak of the usual loop, so it has one
+        more row: the bytes that later steps hold and the first one does not.
 
         Args:
             plan: ``kept`` or ``plan``.
 
         Returns:
-            Bytes by name, such as ``"parameters"``, ``"activations"`` or ``"workspaces"``. The
-            target of a loss and tensors of the model that no graph reads are
-            ``"outside the step"``.
+            Rows as those of :meth:`Plan.at_peak`. Workspaces that are set aside, and memory of
+            libraries, have rows. The target of a loss and tensors of the model that no graph reads
+            are ``"outside the step"``.
         """
-        found = {kind.value: nbytes for kind, nbytes in plan.memory.at_peak().items()}
-        found[Kind.OTHER.value] -= self.workspace_bytes + self.library_bytes
-        found[Kind.WORKSPACES.value] += self.workspace_bytes
-        found[LIBRARIES] = self.library_bytes
-        found[CACHE] = plan.counted_bytes - plan.predicted_peak_bytes
-        found[LATER] = self.peak_bytes - plan.counted_bytes if plan is self.kept else 0
-        return found
+        later_bytes = self.peak_bytes - plan.counted_bytes if plan is self.kept else 0
+        aside_bytes = self.workspace_bytes + self.library_bytes
+        rows = [
+            replace(row, nbytes=row.nbytes - aside_bytes) if row.kind == Kind.OTHER.value else row
+            for row in holders_of(plan)
+        ]
+        for kind, nbytes, what in (
+            (Kind.WORKSPACES.value, self.workspace_bytes, "set aside for workspaces"),
+            (LIBRARIES, self.library_bytes, "memory of libraries"),
+            (LATER, later_bytes, "memory that later steps hold"),
+        ):
+            rows.append(PeakHolder(kind, nbytes, 0.0, 0, what))
+        whole = max(1, sum(row.nbytes for row in rows))
+        shown = (replace(row, share=row.nbytes / whole) for row in rows if row.nbytes)
+        return tuple(sorted(shown, key=lambda row: -row.nbytes))
 
     def facts(self) -> dict[str, Any]:
         """Return the estimate as a dict of numbers and text that ``json`` can write."""
@@ -146,7 +159,10 @@ class Estimate:
             "library_bytes": self.library_bytes,
             "optimizer": self.optimizer,
             "loss": self.loss,
-            "at_peak": {"kept": self.at_peak(self.kept), "plan": plan and self.at_peak(plan)},
+            "at_peak": {
+                "kept": [row.facts() for row in self.at_peak(self.kept)],
+                "plan": plan and [row.facts() for row in self.at_peak(plan)],
+            },
             "frontier": [[p.peak_bytes, p.predicted_s] for p in self.frontier.points],
             "verified": self.verified
             and {
@@ -212,6 +228,7 @@ class Estimate:
         return [
             *lines,
             *self._counted(),
+            *self._largest(),
             "Seconds and library memory are computed from the device's figures: use them to "
             "compare plans.",
         ]
@@ -234,13 +251,23 @@ class Estimate:
             Kind.WORKSPACES.value: "set aside" if self.workspace_bytes else "",
         }
         rows = [f"{'  at the peak':<26}" + "".join(f"{head:>12}" for head in heads)]
-        columns = [self.at_peak(plan) for plan in plans]
-        for what in columns[0]:
-            numbers = [column[what] for column in columns]
+        columns = [summed(self.at_peak(plan)) for plan in plans]
+        for what in dict.fromkeys(name for column in columns for name in column):
+            numbers = [column.get(what, 0) for column in columns]
             if any(numbers) or what in always:
                 cells = "".join(f"{format_bytes(nbytes):>12}" for nbytes in numbers)
                 rows.append(f"    {what:<22}{cells}   {notes.get(what, '')}".rstrip())
         return rows
+
+    def _largest(self) -> list[str]:
+        """Return the lines that name the largest holders of the peak, with lines of the model."""
+        plan = self.plan or self.kept
+        lines = [f"  the most of it, {'all kept' if self.plan is None else 'of the plan'}"]
+        for row in self.at_peak(plan)[:MOST_HOLDERS]:
+            made = f" ({row.line.place})" if row.line else ""
+            text = f"    {format_bytes(row.nbytes):>11} {row.share:>5.0%}  {row.text}{made}"
+            lines.append(shortened(text, WIDTH))
+        return lines
 
     def show(self) -> str:
         """Print the estimate as a table, and return the printed text."""

@@ -1,15 +1,13 @@
-"""The tensors that a step holds at each instant, and the areas that display them."""
+"""The tensors that a step holds at each instant."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 from fxremat.ir import Lane, Timeline
-from fxremat.report.modules import blocks_of, named, span
 
 
 class Kind(Enum):
@@ -22,10 +20,36 @@ class Kind(Enum):
     RESERVE = "reserve"
     OTHER = "outside the step"
     GRADIENTS = "gradients"
+    OUTPUTS = "outputs"
     ACTIVATIONS = "activations"
     PASSING = "gradients passed on"
     WORKSPACES = "workspaces"
     LOSS = "loss"
+
+
+EXISTING = "gradients that exist"
+"""The name of the gradients that exist when a step begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLine:
+    """A line of source code of the model.
+
+    Attributes:
+        file: name of the file; of an installed package, its path in the package, such as
+            ``"transformers/models/llama/modeling_llama.py"``.
+        number: number of the line, from 1.
+        code: text of the line without indentation; empty if unknown.
+    """
+
+    file: str
+    number: int
+    code: str = ""
+
+    @property
+    def place(self) -> str:
+        """The name of the file and the number of the line, such as ``"modeling_llama.py:171"``."""
+        return f"{self.file.rpartition('/')[2]}:{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +64,8 @@ class Tensor:
         operation: name of the operation that allocates it, such as ``"addmm"``.
         module: path of the module that runs the operation, such as ``"blocks.3.mlp"``; empty if
             unknown.
+        line: index, in the lines of the step's memory, of the line of the model whose operation
+            allocates it; -1 if unknown.
     """
 
     name: str
@@ -48,6 +74,7 @@ class Tensor:
     stage: int = -1
     operation: str = ""
     module: str = ""
+    line: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +84,25 @@ class Life:
     tensor: int
     begin: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A tensor that the forward leaves in memory for the backward.
+
+    Attributes:
+        tensor: index of the tensor.
+        calls: indices of the calls of the step that read it.
+        runs: indices of the operations that recompute it from what else is held between forward and
+            backward, and from ``needs``; ``None`` if any plan keeps it, because it is small and
+            read in many places, is returned by the model, or must not be computed twice.
+        needs: indices of tensors that would have to be held until then, and are not.
+    """
+
+    tensor: int
+    calls: tuple[int, ...] = ()
+    runs: tuple[int, ...] | None = None
+    needs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +136,9 @@ class StepMemory:
         loss_point: instant of the loss point, between forward and backward.
         end: instant after the last call.
         modules: for each stage, the path of the module of its operations.
+        lines: lines of the model that allocate tensors, each once.
+        waiting: tensors that are held from the forward to the backward.
+        again_s: seconds of each operation that recomputes one of them.
     """
 
     tensors: tuple[Tensor, ...] = ()
@@ -98,6 +147,9 @@ class StepMemory:
     loss_point: int = 0
     end: int = 0
     modules: tuple[str, ...] = ()
+    lines: tuple[CodeLine, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
+    again_s: tuple[float, ...] = ()
 
     @property
     def count(self) -> int:
@@ -143,97 +195,12 @@ class StepMemory:
         own = tuple(life for life in self.lives if self.tensors[life.tensor].kind is kind)
         return max(self.held_bytes(own), default=0)
 
-    def at_peak(self) -> dict[Kind, int]:
-        """Return the bytes of each kind at the first instant with the maximum total."""
+    @property
+    def peak_instant(self) -> int:
+        """The first instant at which the maximum number of bytes is held; 0 if nothing is held."""
         held = self.held_bytes()
-        found = dict.fromkeys(Kind, 0)
-        if held:
-            peak = held.index(max(held))
-            for life in self.lives:
-                if life.begin <= peak < life.end:
-                    tensor = self.tensors[life.tensor]
-                    found[tensor.kind] += tensor.nbytes
-        return found
+        return held.index(max(held)) if held else 0
 
-
-MOST_BANDS = 10
-"""The maximum number of areas of activations; more would have indistinguishable colors."""
-
-_COLOURS = {
-    Kind.PARAMETERS: "#626a78",
-    Kind.BUFFERS: "#79808d",
-    Kind.INPUTS: "#8f96a2",
-    Kind.OPTIMIZER: "#a5abb5",
-    Kind.RESERVE: "#b9bec6",
-    Kind.OTHER: "#cbced4",
-    Kind.GRADIENTS: "#8f5fb3",
-    Kind.PASSING: "#c795d0",
-    Kind.WORKSPACES: "#b98d5f",
-    Kind.LOSS: "#7a4f38",
-}
-"""Colors of areas on light and dark background. Activations range from green to blue, and memory
-that is held throughout is gray.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Area:
-    """An area of a stacked plot: memory of one kind, or activations of one part of the model.
-
-    Attributes:
-        name: name to display.
-        kind: purpose of the memory.
-        lives: intervals of its tensors.
-        colour: color, such as ``"#6f7683"``.
-    """
-
-    name: str
-    kind: Kind
-    lives: tuple[Life, ...]
-    colour: str
-
-
-def areas_of(memory: StepMemory) -> tuple[Area, ...]:
-    """Return the areas into which a plot of the memory of a step is stacked, the lowest first."""
-    bands = _bands(memory.modules)
-    band_of = {stage: i for i, (_, stages) in enumerate(bands) for stage in stages}
-    found: defaultdict[tuple[Kind, int], list[Life]] = defaultdict(list)
-    for life in memory.lives:
-        tensor = memory.tensors[life.tensor]
-        band = band_of.get(tensor.stage, -1) if tensor.kind is Kind.ACTIVATIONS else -1
-        found[tensor.kind, band].append(life)
-    kinds = list(Kind)
-    return tuple(
-        Area(
-            bands[i][0] if i >= 0 else kind.value,
-            kind,
-            tuple(found[kind, i]),
-            _COLOURS.get(kind) or _colour(max(i, 0) / max(len(bands) - 1, 1)),
-        )
-        for kind, i in sorted(found, key=lambda key: (kinds.index(key[0]), key[1]))
-    )
-
-
-def _colour(depth: float) -> str:
-    """Return the CSS color of activations at a depth in the model, from 0 to 1 (last)."""
-    return f"hsl({152 + 42 * depth:.0f} {38 + 14 * depth:.0f}% {62 - 22 * depth:.0f}%)"
-
-
-def _bands(modules: Sequence[str]) -> list[tuple[str, range]]:
-    """Return the name and the stages of each of at most ``MOST_BANDS`` parts of the model.
-
-    Each part is one or more consecutive blocks, of about equally many for all parts.
-
-    Args:
-        modules: the path of the module of each stage.
-    """
-    blocks = blocks_of(modules)
-    runs = [list(own) for _, own in groupby(range(len(blocks)), key=blocks.__getitem__)]
-    count = min(len(runs), MOST_BANDS)
-    bands = []
-    for i in range(count):
-        part = runs[i * len(runs) // count : (i + 1) * len(runs) // count]
-        first, last = part[0][0], part[-1][-1]
-        name = named([blocks[run[0]] for run in part]) or f"stage {span(first, last)}"
-        bands.append((name, range(first, last + 1)))
-    return bands
+    def alive(self, instant: int) -> tuple[Life, ...]:
+        """Return the lives of the tensors that are held at an instant."""
+        return tuple(life for life in self.lives if life.begin <= instant < life.end)

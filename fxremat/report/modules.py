@@ -11,6 +11,9 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 BETWEEN = " … "
 """The text between the first and the last of several names."""
 
+MOST_NUMBERS = 4
+"""The maximum number of numbers with gaps that a name lists."""
+
 
 def common_module(modules: Iterable[str]) -> str:
     """Return the innermost module that contains all ``modules``.
@@ -48,9 +51,49 @@ def blocks_of(modules: Iterable[str]) -> list[str]:
     return blocks
 
 
-def pattern_of(module: str) -> str:
-    """Return a module's path with ``*`` for each number, which is equal for repeated blocks."""
-    return _NUMBER.sub("*", module)
+def pattern_of(module: str, *, outermost: bool = False) -> str:
+    """Return a module's path with ``*`` for numbers, which is equal for repeated blocks.
+
+    Args:
+        module: the path of the module.
+        outermost: replace the first number only.
+    """
+    return _NUMBER.sub("*", module, count=1 if outermost else 0)
+
+
+def joined(outer: str, module: str) -> str:
+    """Return the path of ``module`` in the model, if it is a path in ``outer`` or in the model.
+
+    A graph that reads a single submodule has its own path in both: ``layers.2.up`` and ``up`` are
+    ``layers.2.up``.
+    """
+    if not outer or not module or f"{module}.".startswith(f"{outer}."):
+        return module or outer
+    outers, parts = outer.split("."), module.split(".")
+    for count in range(min(len(outers), len(parts)), 0, -1):
+        if outers[-count:] == parts[:count] and not parts[0].isdigit():
+            return ".".join((*outers, *parts[count:]))
+    return f"{outer}.{module}"
+
+
+def repeated(modules: Sequence[str]) -> str:
+    """Return one name for modules with the same pattern, such as ``blocks.0–4.mlp``.
+
+    Numbers without gaps are a range; of others, up to four are listed (``blocks.0,2.mlp``), and of
+    more the first and the last (``blocks.0…9.mlp``).
+    """
+    columns = zip(*(module.split(".") for module in modules), strict=True)
+    return ".".join(
+        names[0] if len(set(names)) == 1 else _numbers(sorted(set(map(int, names))))
+        for names in columns
+    )
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    first, last = numbers[0], numbers[-1]
+    if last - first == len(numbers) - 1:
+        return span(first, last)
+    return ",".join(map(str, numbers)) if len(numbers) <= MOST_NUMBERS else f"{first}…{last}"
 
 
 def named(modules: Sequence[str]) -> str:

@@ -11,7 +11,8 @@ from importlib.resources import files
 from typing import Any
 
 from fxremat.ir import Copy
-from fxremat.report.memory import areas_of
+from fxremat.report.areas import areas_of
+from fxremat.report.peak import holders_with_tensors
 from fxremat.report.plan import AnyPlan, StepPlan, plans_of
 from fxremat.report.stages import StageReport, deciders, describe, explain
 from fxremat.report.summary import batch_of, group_regions, summarize
@@ -50,6 +51,18 @@ def data_of(plan: AnyPlan) -> dict[str, Any]:
     memory, areas = view.memory, areas_of(view.memory)
     return {
         "summary": list(summarize(plan)),
+        "at_peak": [
+            {
+                "nbytes": holder.nbytes,
+                "share": holder.share,
+                "text": holder.text,
+                "place": holder.place,
+                "how_to_free": holder.how_to_free,
+                "tensors": tensors,
+            }
+            for holder, tensors in holders_with_tensors(plan, view)
+        ],
+        "peak_instant": memory.peak_instant,
         "regions": list(_regions(plan, view)) if isinstance(plan, StepPlan) else [],
         "kept": view.kept and asdict(view.kept),
         "peak_bytes": memory.peak_bytes,

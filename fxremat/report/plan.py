@@ -38,6 +38,7 @@ from fxremat.report.modules import span
 from fxremat.units import Counted
 
 if TYPE_CHECKING:
+    from fxremat.report.peak import PeakHolder
     from fxremat.report.trace import StepTrace
 
 KIND = "plan"
@@ -54,8 +55,21 @@ class Shown:
 
     __slots__ = ()
 
+    def at_peak(self) -> tuple[PeakHolder, ...]:
+        """Return what the step holds at its peak, the most bytes first.
+
+        Each has the line of the model that made it, and what freeing it would cost. The bytes add
+        up to the predicted peak in the bytes that the budget limits: allocated, or reserved.
+
+        Raises:
+            PlanError: the plan was not made from a model, so it has no record of tensors.
+        """
+        from fxremat.report.peak import holders_of  # noqa: PLC0415
+
+        return holders_of(_any(self))
+
     def explain(self) -> str:
-        """Print the plan as a table, and return the printed text."""
+        """Print the plan as tables, and return the printed text."""
         from fxremat.report.text import print_plan  # noqa: PLC0415
 
         return print_plan(_any(self))
@@ -92,8 +106,8 @@ class Shown:
         write_made("trace", path, lambda: trace_of(_any(self), traced).encode())
 
     def __repr__(self) -> str:
-        """Return a summary in five lines."""
-        from fxremat.report.summary import shortly  # noqa: PLC0415
+        """Return a summary in a few lines."""
+        from fxremat.report.brief import shortly  # noqa: PLC0415
 
         return shortly(_any(self))
 

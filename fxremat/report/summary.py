@@ -1,4 +1,4 @@
-"""A plan in a few lines: budget, peak, time, the means to reach them, and the regions of a step."""
+"""The summary of a plan: budget, peak, time, the means to reach them, and the regions of a step."""
 
 from __future__ import annotations
 
@@ -8,36 +8,12 @@ from dataclasses import dataclass
 from fxremat.ir import Copy, Free, Lane, Offload, Prefetch, Wait
 from fxremat.report.facts import CrossCheck
 from fxremat.report.modules import common_module, named, span
-from fxremat.report.plan import AnyPlan, Plan, RegionRow, StepPlan, plans_of
+from fxremat.report.plan import AnyPlan, Plan, RegionRow, StepPlan
 from fxremat.report.stages import executed_stages
 from fxremat.units import format_bytes, format_seconds, plural
 
 
-def shortly(plan: AnyPlan) -> str:
-    """Return a summary of a plan in five lines."""
-    budget, least, predicted, kept = map(
-        format_bytes,
-        (
-            plan.budget_bytes,
-            plan.least_budget_bytes,
-            plan.predicted_peak_bytes,
-            plan.baseline_peak_bytes,
-        ),
-    )
-    seen_bytes = plan.measured_peak_bytes
-    measured = "" if seen_bytes is None else f", measured {format_bytes(seen_bytes)}"
-    regions = plan.regions if isinstance(plan, StepPlan) else ()
-    what = f"StepPlan of {plural(len(regions), 'region')}" if regions else "Plan"
-    return (
-        f"{what} within {budget} (the least feasible budget is {least})\n"
-        f"  peak: predicted {predicted}{measured}; {kept} with everything kept\n"
-        f"  time: predicted {_compared(plan)}\n"
-        f"  how:  {_what_is_done(*plans_of(plan))}\n"
-        "  more: explain(), save_html(path), forward_code, backward_code"
-    )
-
-
-def _what_is_done(*plans: Plan) -> str:
+def what_is_done(*plans: Plan) -> str:
     """Return text with the number of stages that are recomputed and the bytes that are moved."""
     stages = [stage for plan in plans for stage in executed_stages(plan)]
     again = sum(bool(stage.again) or stage.is_kept_in_part for stage in stages)
@@ -70,7 +46,7 @@ def _of_regions(step: StepPlan) -> Iterator[tuple[str, str]]:
     between = "time between graphs is not measured yet"
     if step.between_s is not None:
         between = f"{format_seconds(step.between_s)} of it between graphs"
-    yield "predicted time", f"{_compared(step)}; {between}"
+    yield "predicted time", f"{compared(step)}; {between}"
     if step.host_bytes:
         yield "host memory", _exactly(step.host_bytes)
     count = len(step.regions)
@@ -86,7 +62,7 @@ def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.zeros_budget_bytes > plan.least_budget_bytes:
         nbytes = plan.zeros_budget_bytes
         yield "least if zeroed", f"{_exactly(nbytes)} if gradients are set to zero, not to None"
-    yield "predicted time", _compared(plan)
+    yield "predicted time", compared(plan)
     yield "lower bound", _bound(plan)
     if plan.forms_left:
         forms = plural(plan.forms_left, "form")
@@ -144,7 +120,7 @@ def _where(plan: Plan) -> str:
     return "outside the stages: at the loss point, or once all gradients exist"
 
 
-def _compared(plan: AnyPlan) -> str:
+def compared(plan: AnyPlan) -> str:
     """Return a plan's predicted seconds as text, with the ratio to those without recomputation."""
     taken, least = format_seconds(plan.predicted_s), format_seconds(plan.baseline_s)
     if plan.baseline_s == 0:
@@ -254,7 +230,7 @@ def _group(step: StepPlan, places: list[int]) -> RegionGroup:
         forward_s=sum(stage.forward_s for row in rows for stage in executed_stages(row.plan)),
         held_bytes=sum(row.held_bytes for row in rows),
         peak_bytes=max(max(row.forward_peak_bytes, row.backward_peak_bytes) for row in rows),
-        what=each + _what_is_done(rows[0].plan),
+        what=each + what_is_done(rows[0].plan),
         ended_by=rows[0].ended_by,
         after=f"{format_seconds(sum(times_s))}, {most}" if times_s else most,
     )

@@ -1,13 +1,14 @@
-"""A plan as text: a summary, and a row for each group of equal stages or regions."""
+"""A plan as text: a summary, what is held at the peak, and the stages or regions in groups."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from fxremat.console import SIMPLE_HEAD, Group, Table, Text, show
+from fxremat.console import SIMPLE_HEAD, Group, RenderableType, Table, Text, show
 from fxremat.report.facts import Fused
 from fxremat.report.modules import BETWEEN
-from fxremat.report.plan import AnyPlan, Plan, StepPlan
+from fxremat.report.peak import PeakHolder, holders_of, shortened
+from fxremat.report.plan import AnyPlan, Plan, StepPlan, plans_of
 from fxremat.report.stages import deciders, describe, executed_stages, explain, group_alike
 from fxremat.report.summary import RegionGroup, group_regions, summarize
 from fxremat.units import format_bytes, format_seconds
@@ -15,8 +16,16 @@ from fxremat.units import format_bytes, format_seconds
 WIDTH = 100
 """The width in columns if the output is not a terminal."""
 
+MOST_HOLDERS = 12
+"""The maximum number of rows of what is held at the peak; the others are one row."""
+
+HOLDER_WIDTH, FREE_WIDTH = 55, 25
 MODULE_WIDTH, UNIT_WIDTH, COVERS_WIDTH, PLAN_WIDTH, DECIDED_WIDTH = 30, 50, 18, 18, 26
 
+PEAK_LEGEND = (
+    "recompute: how much longer a step takes if these tensors are computed again in the backward. "
+    "F and B: the forward and the backward of a stage."
+)
 STAGES_LEGEND = (
     "Figures are sums over the stages of a row. saved: outputs, and tensors that the backwards "
     "need; checkpoint: the input is kept, to recompute from; frees: bytes that are not held from "
@@ -45,16 +54,43 @@ def print_plan(plan: AnyPlan) -> str:
     grid.add_column()
     for name, text in summarize(plan):
         grid.add_row(name, Text(text))
+    parts: list[RenderableType] = [grid, Text()]
+    if all(own.memory.count for own in plans_of(plan)):
+        parts += [_holders(holders_of(plan)), Text(PEAK_LEGEND), Text()]
     if isinstance(plan, StepPlan):
-        shown = Group(grid, Text(), _regions(plan), Text(REGIONS_LEGEND))
+        parts += [_regions(plan), Text(REGIONS_LEGEND)]
     else:
-        units = (Text(), _units(plan.fused)) if plan.fused else ()
-        shown = Group(grid, Text(), _stages(plan), Text(STAGES_LEGEND), *units)
+        parts += [_stages(plan), Text(STAGES_LEGEND)]
+        parts += [Text(), _units(plan.fused)] if plan.fused else []
+    shown = Group(*parts)
     return "\n".join(line.rstrip() for line in show(shown, width=WIDTH).splitlines())
 
 
 def _table() -> Table:
     return Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _holders(holders: tuple[PeakHolder, ...]) -> Table:
+    table = _table()
+    table.add_column("at peak", justify="right", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    what = "what it is, and the line that makes it"
+    table.add_column(what, max_width=HOLDER_WIDTH, overflow="fold")
+    table.add_column("what would free it", max_width=FREE_WIDTH, overflow="fold")
+    shown = holders if len(holders) <= MOST_HOLDERS else holders[: MOST_HOLDERS - 1]
+    for holder in shown:
+        lines = filter(None, (holder.text, shortened(holder.place, HOLDER_WIDTH)))
+        table.add_row(
+            format_bytes(holder.nbytes),
+            f"{holder.share:.0%}",
+            Text("\n".join(lines)),
+            Text(holder.how_to_free),
+        )
+    rest = holders[len(shown) :]
+    if rest:
+        nbytes, share = sum(own.nbytes for own in rest), sum(own.share for own in rest)
+        table.add_row(format_bytes(nbytes), f"{share:.0%}", f"{len(rest)} more, see at_peak()")
+    return table
 
 
 def _stages(plan: Plan) -> Table:

@@ -10,7 +10,8 @@ from typing import Any
 
 from fxremat.errors import PlanError
 from fxremat.ir import Copy, Event, Forward, Lane, Timeline
-from fxremat.report.memory import StepMemory, areas_of
+from fxremat.report.areas import areas_of
+from fxremat.report.memory import StepMemory
 from fxremat.report.plan import AnyPlan, StepPlan
 from fxremat.report.view import StepView, view_of
 from fxremat.units import format_seconds

@@ -7,12 +7,14 @@ the step began, and other memory that was observed.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fxremat.errors import PlanError
 from fxremat.ir import Copy, Event, Free, Lane, Offload, Op, Prefetch, Timeline, Wait
-from fxremat.report.memory import Kind, Life, Outline, StepMemory, Tensor
+from fxremat.report.memory import CodeLine, Kind, Life, Outline, StepMemory, Tensor, Waiting
+from fxremat.report.modules import BETWEEN, joined
 from fxremat.report.plan import AnyPlan, Plan, StepPlan, plans_of
 from fxremat.report.stages import StageReport, executed_stages
 
@@ -26,6 +28,12 @@ _GIVEN = (
     Kind.GRADIENTS,
 )
 """Kinds of memory that exist before a graph runs."""
+
+REGION = "region"
+"""The first part of the paths of modules in a step of several graphs."""
+
+_SEVERAL = re.compile(f"[–,{BETWEEN.strip()}]")
+"""What only names of several modules contain."""
 
 THERE = "allocated before the step"
 BESIDE = "held by code between regions"
@@ -47,6 +55,7 @@ class StepView:
         first_stages: index of each graph's first stage.
         spans_s: begin and end of each region's forward, and of its backward; empty for a plan of
             one graph.
+        between: instants of code between two graphs, and of the loss point.
     """
 
     memory: StepMemory
@@ -57,6 +66,7 @@ class StepView:
     kept: Outline | None
     first_stages: tuple[int, ...] = (0,)
     spans_s: tuple[tuple[float, ...], ...] = ()
+    between: frozenset[int] = frozenset()
 
 
 def view_of(plan: AnyPlan) -> StepView:
@@ -76,8 +86,15 @@ def view_of(plan: AnyPlan) -> StepView:
     names = tuple(stage.name for own in plans_of(plan) for stage in own.chain.stages)
     if isinstance(plan, StepPlan):
         return _Joined(plan).view(names)
-    times_s = plan.memory.times(plan.timeline)
-    return StepView(plan.memory, plan.timeline, times_s, executed_stages(plan), names, plan.kept)
+    return StepView(
+        memory=plan.memory,
+        timeline=plan.timeline,
+        times_s=plan.memory.times(plan.timeline),
+        stages=executed_stages(plan),
+        stage_names=names,
+        kept=plan.kept,
+        between=frozenset((plan.memory.loss_point, plan.memory.end)),
+    )
 
 
 class _Joined:
@@ -101,6 +118,11 @@ class _Joined:
         self._events: list[Event] = []
         self._times_s: list[float] = []
         self._spans_s: list[tuple[float, ...]] = [()] * len(self._regions)
+        self._lines: dict[CodeLine, int] = {}
+        self._waiting: list[Waiting] = []
+        self._again_s: list[float] = []
+        self._call_numbers: list[dict[int, int]] = [{} for _ in self._regions]
+        self._between_at: list[int] = []
 
     def view(self, names: tuple[str, ...]) -> StepView:
         """Return the view of the whole step; ``names`` are the names of all stages."""
@@ -130,10 +152,13 @@ class _Joined:
             loss_point,
             self._count - 1,
             tuple(
-                _module(place, module)
+                self._module(place, module)
                 for place, region in enumerate(self._regions)
                 for module in region.memory.modules
             ),
+            tuple(self._lines),
+            tuple(self._waiting),
+            tuple(self._again_s),
         )
         return StepView(
             memory=memory,
@@ -144,6 +169,7 @@ class _Joined:
             kept=_outline(self._step),
             first_stages=self._first_stages,
             spans_s=tuple(self._spans_s),
+            between=frozenset((*self._between_at, self._count - 1)),
         )
 
     def _run(self, place: int, events: list[Event], instants: range) -> None:
@@ -159,9 +185,10 @@ class _Joined:
         shift_s = begin_s - min((event.start_s for event in events), default=0.0)
         # Sums of the same seconds may differ in the last bit: time never goes back.
         self._times_s += (max(begin_s, region.times_s[at] + shift_s) for at in instants)
-        self._calls += (
-            self._count + at - instants.start for at in region.memory.calls if at in instants
-        )
+        for call, at in enumerate(region.memory.calls):
+            if at in instants:
+                self._call_numbers[place][call] = len(self._calls)
+                self._calls.append(self._count + at - instants.start)
         self._events += (
             replace(
                 event,
@@ -186,6 +213,7 @@ class _Joined:
         """
         self._beside(name, kind, self._step.resident_bytes + nbytes, 1)
         self._times_s.append(self._now_s)
+        self._between_at.append(self._count)
         self._count += 1
         self._now_s += (between_s or 0.0) / 2
 
@@ -216,6 +244,8 @@ class _Joined:
         """
         region, first_stage = self._regions[place], self._first_stages[place]
         loss_point, is_last = region.memory.loss_point, place == len(self._regions) - 1
+        call_numbers, first_run = self._call_numbers[place], len(self._again_s)
+        self._again_s += region.memory.again_s
         numbers: dict[int, int] = {}
         for life in region.lives:
             own = region.memory.tensors[life.tensor]
@@ -232,10 +262,36 @@ class _Joined:
                 continue
             if life.tensor not in numbers:
                 numbers[life.tensor] = len(self._tensors)
-                module = _module(place, own.module) if own.module else ""
+                module = self._module(place, own.module) if own.operation else ""
                 stage = own.stage + first_stage if own.stage >= 0 else -1
-                self._tensors.append(replace(own, stage=stage, module=module))
+                line = self._line(region.memory.lines[own.line]) if own.line >= 0 else -1
+                if own.kind is Kind.OUTPUTS and not is_last:  # arguments of the next region
+                    own = replace(own, kind=Kind.ACTIVATIONS)
+                self._tensors.append(replace(own, stage=stage, module=module, line=line))
             self._lives.append(Life(numbers[life.tensor], first, last))
+        self._waiting += (
+            replace(
+                own,
+                tensor=numbers[own.tensor],
+                calls=tuple(call_numbers[call] for call in own.calls),
+                needs=tuple(numbers[need] for need in own.needs if need in numbers),
+                runs=own.runs and tuple(first_run + run for run in own.runs),
+            )
+            for own in region.memory.waiting
+            if own.tensor in numbers
+        )
+
+    def _module(self, place: int, module: str) -> str:
+        """Return a module's path in the model, after the number of its region.
+
+        The path in a graph begins at the module that the graph was captured from.
+        """
+        own = self._step.regions[place].module
+        path = module if _SEVERAL.search(own) else joined(own, module)
+        return ".".join(filter(None, (REGION, str(place + 1), path)))
+
+    def _line(self, line: CodeLine) -> int:
+        return self._lines.setdefault(line, len(self._lines))
 
     def _stages(self) -> tuple[StageReport, ...]:
         found = []
@@ -323,8 +379,3 @@ def _of_stage(op: Op | Copy, first: int) -> Op | Copy:
     if isinstance(op, Wait | Free | Offload | Prefetch):
         return replace(op, what=replace(op.what, stage=op.what.stage + first))
     return replace(op, stage=op.stage + first)
-
-
-def _module(place: int, module: str) -> str:
-    """Return a module's path after the number of its region, such as ``region.2.mlp``."""
-    return ".".join(filter(None, ("region", str(place + 1), module)))

@@ -64,14 +64,20 @@ def missing_compiler(device: torch.device) -> str | None:
         from torch.utils._triton import has_triton  # noqa: PLC0415
 
         return None if has_triton() else "there is no working Triton"
+    if cpp_compiler() is None:
+        return "there is no C++ compiler (g++, clang, or the one that CXX names)"
+    return None
+
+
+def cpp_compiler() -> str | None:
+    """Return the path or name of the C++ compiler that Inductor uses, or ``None`` without one."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
     from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
 
     try:
-        get_cpp_compiler()
+        return str(get_cpp_compiler())
     except (InvalidCxxCompiler, RuntimeError):
-        return "there is no C++ compiler (g++, clang, or the one that CXX names)"
-    return None
+        return None
 
 
 Described = tuple[fx.Graph, list[tuple[tuple[tuple[int, ...], tuple[int, ...]], torch.dtype]]]

@@ -22,3 +22,4 @@ def test_an_error_of_planning_is_not_blamed_on_the_model(monkeypatch: pytest.Mon
     with pytest.raises(fxremat.CaptureError, match=r"(?s)IndexError: list index.*report") as caught:
         fxremat.compile(nn.Linear(4, 4), torch.randn(2, 4), "min", regions="one")
     assert "out of the forward" not in str(caught.value)
+    assert caught.value.code == "FXR302"

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -145,6 +146,30 @@ def test_a_model_that_fails_exits_with_3(
     assert said.err.count("\n") == 1 and all(word in said.err for word in words)
     assert main([*arguments, "--traceback"]) == 3
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_models_of_timm_are_made_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[dict[str, object]] = []
+
+    def create_model(name: str, **keywords: object) -> nn.Module:
+        made.append({"name": name, **keywords})
+        return nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+
+    library = ModuleType("timm")
+    library.list_models = lambda: ["net"]  # type: ignore[attr-defined]
+    library.create_model = create_model  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "timm", library)
+    config = tmp_path / "config.json"
+    config.write_text('{"num_classes": 4}')
+    arguments = ["estimate", "timm:net", "--config", str(config), "--json"]
+    assert main([*arguments, "--batch", "8x3x2x2"]) == 0
+    assert made == [{"name": "net", "pretrained": False, "num_classes": 4}]
+    assert printed(capsys)["fits"] is True
+    assert main(["estimate", "timm:other", "--batch", "8x3x2x2"]) == 2
+    assert main(arguments) == 2
+    assert "8x3x224x224" in capsys.readouterr().err
 
 
 def test_the_loss_of_a_model_that_returns_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:

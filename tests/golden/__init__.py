@@ -194,10 +194,11 @@ def _rounded(data: Any, *, digits: int) -> Any:
 
 
 def whole(plan: Plan) -> str:
-    """A plan as JSON, without what differs by machine."""
+    """A plan as JSON, without what differs by machine, and without lines of the models' files."""
     data = _rounded(encode(Plan, plan), digits=DIGITS)
     for name in MACHINE:
         del data["origin"][name]
+    del data["memory"]["lines"]
     return json.dumps(data, indent=1)
 
 

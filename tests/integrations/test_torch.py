@@ -125,3 +125,4 @@ def test_a_torch_without_hooks_is_named_with_its_remedy(monkeypatch: pytest.Monk
     ):
         pass
     assert torch.__version__ in str(caught.value)
+    assert caught.value.code == "FXR801"

@@ -97,6 +97,7 @@ def test_a_run_that_changes_bits_is_not_in_parts_any_more(
     names = {run.name for run in before.plan.fused}
     assert same == [True] * MEASURED + [False] * 3 and not said
     called, (warning,), same = trained(kernel, verify_bits=1, breaks=True)
+    assert "[FXR114: " in warning
     assert all(same[: MEASURED + 1])  # steps of the next plan are measured first
     (name,) = (name for name in names if name in warning)
     assert name not in {run.name for run in called.plan.fused}

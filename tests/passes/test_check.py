@@ -135,6 +135,7 @@ def test_what_every_pass_keeps_of_a_traced_graph(
     edit: Callable[[fx.Graph], object], words: str
 ) -> None:
     text = error_of(edited(edit), step_at("build"))
+    assert "[FXR621: " in text
     assert text.startswith("pass 'breaks': every pass ensures that")
     assert re.search(words, text), text
 

@@ -97,7 +97,8 @@ def test_who_fails_on_the_way_is_named(failing: int) -> None:
             assert isinstance(error, PlanError)
         else:
             assert isinstance(error, RankError) and error.ranks == (failing,)
-            assert str(error) == f"rank {failing} failed: PlanError: no"
+            assert error.message == f"rank {failing} failed: PlanError: no"
+            assert error.code == "FXR734"
 
 
 @pytest.mark.parametrize("missing", MEMBERS)
@@ -132,6 +133,7 @@ def test_budgets_must_be_the_same_or_the_least_is_taken() -> None:
     errors = outcomes(lambda peers, rank: agreed_arguments(peers, asked(budgets[rank])))
     for error in errors.values():
         assert isinstance(error, RankError) and error.ranks == (5, 8)
+        assert error.code == "FXR732"
         assert "'2 MiB' on rank 3, '1 MiB' on rank 5, 3145728 on rank 8" in str(error)
     least = Ranks(budgets="least")
     found = outcomes(lambda peers, rank: agreed_arguments(peers, asked(budgets[rank], least)))
@@ -190,6 +192,7 @@ def test_other_steps_are_refused() -> None:
 
     for error in outcomes(run).values():
         assert isinstance(error, RankError) and error.ranks == (5,)
+        assert error.code == "FXR733"
         assert "input 0 is float32[3], rank 3's was float32[2]" in str(error)
 
 

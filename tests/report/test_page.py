@@ -18,7 +18,8 @@ import torch
 import fxremat
 from fxremat.errors import PlanError
 from fxremat.ir import Stage
-from fxremat.report.memory import Kind, areas_of
+from fxremat.report.areas import areas_of
+from fxremat.report.memory import Kind
 from fxremat.report.page import data_of, page_with
 from fxremat.report.plan import Plan
 from fxremat.report.stages import report_stages
@@ -105,7 +106,10 @@ def test_a_browser_shows_the_plans_numbers(tmp_path: Path, mode: str):
         "predicted_s": plan.predicted_s,
         **({"host_bytes": plan.host_bytes} if mode else {}),
     }
-    rows = [row for row in page.rows if row]
+    holders = [int(row["held_bytes"]) for row in page.rows if [*row] == ["held_bytes"]]
+    assert holders == [row.nbytes for row in plan.at_peak()][: len(holders)]
+    assert holders
+    rows = [row for row in page.rows if "stage" in row]
     stories = [story for story in report_stages(plan) if story.executed]
     assert [int(row["stage"]) for row in rows] == [story.index for story in stories]
     for row, story in zip(rows, stories, strict=True):
@@ -122,7 +126,7 @@ def test_the_table_is_sorted_by_the_column_that_is_clicked(tmp_path: Path):
     click = "<script>document.querySelector('[data-field=saved_bytes]').click()</script></body>"
     (tmp_path / "clicked.html").write_text(text.replace("</body>", click))
     page, _ = shown(tmp_path / "clicked.html", tmp_path / "profile")
-    saved = [int(row["saved_bytes"]) for row in page.rows if row]
+    saved = [int(row["saved_bytes"]) for row in page.rows if "saved_bytes" in row]
     assert saved == sorted((s.saved_bytes for s in report_stages(plan) if s.executed), reverse=True)
     assert saved != sorted(saved)
 

@@ -209,7 +209,9 @@ def test_a_module_that_is_gone():
     arena_id = arena.id
     del arena
     for gone in (arena_id, -3):
-        with pytest.raises(TransferError, match=f"host memory {gone} .* owned it was deleted"):
+        with pytest.raises(
+            TransferError, match=f"(?s)host memory {gone} .* owned it was deleted.*FXR724"
+        ):
             ops.open_arena(gone, 1)
     closed = Arena(KIB, device=CPU)
     closed.close()
@@ -308,6 +310,7 @@ def test_a_full_disk_is_an_error_when_made(tmp_path: Path):
     with pytest.raises(HostMemoryError, match=rf"{tmp_path}: .*folder=.*limit=") as info:
         Arena(nbytes, device=CPU, host_dir=tmp_path)
     assert info.value.asked_bytes == nbytes
+    assert info.value.code == "FXR712"
     assert not list(tmp_path.iterdir())
 
 

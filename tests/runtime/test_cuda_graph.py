@@ -55,6 +55,7 @@ def test_a_model_is_not_compiled_then():
         with pytest.raises(fxremat.CaptureError, match="CUDA graph") as caught:
             call(model(), X, "min")
         assert "before torch.cuda.graph" in str(caught.value)
+        assert caught.value.code == "FXR308"
 
 
 def test_nor_is_another_shape_planned(capturing: pytest.MonkeyPatch):
@@ -89,6 +90,7 @@ def test_a_step_with_host_memory_does_not_run_then(capturing: pytest.MonkeyPatch
     with pytest.raises(fxremat.TransferError, match="offload=False") as caught:
         compiled(X)
     assert "CUDA graph" in str(caught.value)
+    assert caught.value.code == "FXR723"
     capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for each in (compiled, reference):  # nothing is left behind
         each(X).sum().backward()

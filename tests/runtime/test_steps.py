@@ -294,6 +294,17 @@ def test_hooks_may_keep_saved_tensors_elsewhere(elsewhere: Callable[[], Any]):
     assert left_bytes(lambda: run(x).sum().backward()) == 0
 
 
+def test_a_step_that_hooks_give_to_two_backwards_is_read_once():
+    call = compiled()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: kept[0]):
+        first, second = call(batch()).sum(), call(batch()).sum()
+    first.backward()
+    with pytest.raises(BackwardError) as caught:
+        second.backward()
+    assert caught.value.code == "FXR702"
+
+
 def test_hooks_that_lose_a_step_are_an_error():
     call = compiled()
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: torch.tensor([-7])):

@@ -34,7 +34,9 @@ def test_what_would_end_the_worker_is_an_error_at_the_next_operation(arena: Aren
         fresh = ops.prefetch(host, 4 * KIB, 4 * KIB, CPU)
         ops.offload(x, host, 0)
         go.set()
-        with pytest.raises(TransferError, match=r"not made: SystemExit: killed.*Repeat it"):
+        with pytest.raises(
+            TransferError, match=r"(?s)not made: SystemExit: killed.*Repeat it.*FXR722"
+        ):
             if late == "wait":
                 ops.wait(fresh)
             ops.release(x, host, 0)

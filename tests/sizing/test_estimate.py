@@ -24,7 +24,9 @@ from fxremat.errors import (
     NoGradientError,
     SampleError,
 )
-from fxremat.report.memory import Kind, areas_of
+from fxremat.report.areas import areas_of
+from fxremat.report.memory import Kind
+from fxremat.report.peak import summed
 from tests.models import ZOO
 
 NAMES = (
@@ -270,17 +272,17 @@ def test_what_is_held_at_a_peak_adds_up_to_it(device: str, counted: str) -> None
     more = {"optimizer": torch.optim.AdamW, "reserve": 1 << 20, "budget": f"min {counted}"}
     found = fxremat.estimate(model, torch.empty(512, 64), device=device, **more)
     assert found.plan is not None
-    kept, least = found.at_peak(found.kept), found.at_peak(found.plan)
+    kept, least = (summed(found.at_peak(plan)) for plan in (found.kept, found.plan))
     assert sum(kept.values()) == found.peak_bytes
     assert sum(least.values()) == found.plan.counted_bytes
     for peak in (kept, least):
         assert all(nbytes >= 0 for nbytes in peak.values())
         assert peak["reserve"] == 1 << 20
         assert peak["workspaces"] == found.workspace_bytes
-        assert peak["libraries"] == found.library_bytes
+        assert peak.get("libraries", 0) == found.library_bytes
         assert peak["parameters"] >= parameters
         assert peak["optimizer state"] >= 2 * parameters
-        assert (peak["allocator cache"] > 0) == (on == ("H100", "reserved"))
+        assert ("allocator cache" in peak) == (on == ("H100", "reserved"))
     assert least["activations"] < kept["activations"]
     made = found.kept.memory.most_bytes(Kind.GRADIENTS)
     assert parameters <= made

@@ -190,6 +190,38 @@ function showTable() {
   }
 }
 
+/* What is held at the peak: the first rows, and the others after a click. */
+const mostHolders = 8;
+let allHolders = false;
+
+function showHolders() {
+  const [head, body] = ["thead", "tbody"].map((part) => document.querySelector(`#holders ${part}`));
+  head.replaceChildren();
+  body.replaceChildren();
+  const row = add(head, "tr");
+  for (const [name, kind] of [["held", "number"], ["share", "number"], ["what it is", ""],
+    ["made by", ""], ["what would free it", ""]]) add(row, "th", name, { className: kind });
+  const rest = plan.at_peak.length - mostHolders;
+  const shown = allHolders || rest < 2 ? plan.at_peak : plan.at_peak.slice(0, mostHolders);
+  for (const holder of shown) {
+    const line = add(body, "tr", undefined, { className: "holder" });
+    add(line, "td", bytes(holder.nbytes), { className: "number" }).dataset.held_bytes = holder.nbytes;
+    add(line, "td", `${(100 * holder.share).toFixed(1)} %`, { className: "number" });
+    line.style.setProperty("--share", holder.share);
+    add(line, "td", holder.text);
+    add(add(line, "td"), "code", holder.place);
+    add(line, "td", holder.how_to_free);
+    const own = new Set(holder.tensors);
+    line.addEventListener("mouseenter", () => mark((life) => own.has(life.tensor)));
+    line.addEventListener("mouseleave", () => mark(null));
+  }
+  if (shown.length === plan.at_peak.length) return;
+  const sum = plan.at_peak.slice(mostHolders).reduce((all, holder) => all + holder.nbytes, 0);
+  const line = add(body, "tr", undefined, { className: "more" });
+  add(line, "td", `▸ ${rest} more, ${bytes(sum)}`, { colSpan: 5 });
+  line.addEventListener("click", () => { allHolders = true; showHolders(); });
+}
+
 /* Graphs of a step that has several. */
 const regionHeadings = [
   ["region", "region"], ["covers", "covers"], ["forward", "forward_s", seconds],
@@ -230,6 +262,7 @@ function showRegions() {
 function show() {
   showTitle();
   showFigures();
+  showHolders();
   showLegends();
   showRegions();
   showFrontier();

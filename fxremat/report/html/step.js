@@ -127,6 +127,7 @@ function draw() {
     });
   });
   drawLine(pen, plan.budget_bytes, "--accent", [6, 4], `budget ${bytes(plan.budget_bytes)}`);
+  drawPeak(pen);
   const measured = plan.measured_peak_bytes;
   if (measured) drawLine(pen, measured, "--ink", [1, 3]);
   if (hostHeight) drawHost(pen);
@@ -181,6 +182,19 @@ function drawLine(pen, nbytes, colour, dashes, text = "") {
   pen.setLineDash([]);
   pen.textAlign = "left";
   pen.fillText(text, left + 6, y - 8);
+}
+
+/* A line at the instant of the peak. */
+function drawPeak(pen) {
+  const x = Math.round(toX(begins[plan.peak_instant])) + 0.5;
+  if (x < left || x > width - right) return;
+  pen.strokeStyle = pen.fillStyle = theme("--ink");
+  pen.setLineDash([2, 3]);
+  pen.beginPath(); pen.moveTo(x, top0); pen.lineTo(x, top0 + memoryHeight); pen.stroke();
+  pen.setLineDash([]);
+  const nearLoss = Math.abs(x - toX(lossS + gap / 2)) < 32;
+  pen.textAlign = nearLoss ? "left" : "center";
+  pen.fillText("peak", nearLoss ? x + 16 : x, top0 - 8);
 }
 
 /* The same step with everything kept: its backward begins where the plan's does. */

@@ -147,8 +147,9 @@ def test_a_collective_that_nothing_stands_for_is_refused() -> None:
     for node in module.graph.nodes:
         if torch_compat.group_of(node):
             node.target = OPS.all_reduce_.default
-    with pytest.raises(CaptureError, match="does not know what this collective costs"):
+    with pytest.raises(CaptureError, match="does not know what this collective costs") as caught:
         build_joint_graph(module, forward_output_count=1, mutated_primals=())
+    assert caught.value.code == "FXR306"
 
 
 def test_a_message_and_its_bytes_are_added_wherever_it_is_sent() -> None:

@@ -1,0 +1,215 @@
+"""``fxremat doctor`` on models of transformers and timm, and whether its text comes true.
+
+For each model the command runs in a process of its own. Then the model is trained within the least
+budget that it printed, and within 0.6 of the memory with everything kept, each in a fresh process.
+
+    python -m benchmarks.doctor            # all, into benchmarks/results/doctor.json
+    python -m benchmarks.doctor llama t5   # some; the other rows of the file stay
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxremat
+from benchmarks import doctor_models
+from benchmarks.common import rows_but, save, show
+from fxremat.costs.measured.measure import peak_of
+
+SHARE = 0.6
+
+STEPS = 3
+
+TOLERATED_BYTES = 512
+"""Bytes over a budget that are not warned of."""
+
+TIMEOUT_S = 480
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss that a model returns, else a sum over its output."""
+    found: Any = getattr(outputs, "loss", None)
+    return outputs.square().mean() if found is None else found
+
+
+def train(name: str, budget: str) -> dict[str, Any]:
+    """Train a model within a budget; the peak of each step, and the gradients' difference.
+
+    The first ``STEPS`` steps of a model in several graphs are the ones in which it is planned: as
+    many follow.
+    """
+    torch.manual_seed(0)
+    model, sample = getattr(doctor_models, name)()
+    own = isinstance(sample, dict)
+    kwargs = sample if own else {}
+    args = () if own else (sample,)
+    written = int(budget) if budget.isdigit() else float(budget)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as issued:
+        warnings.simplefilter("always")
+        compiled = fxremat.compile(model, sample, written, loss="own" if own else None)
+        peaks: list[int] = []
+
+        def step() -> None:
+            outputs = compiled(*args, **kwargs)
+            loss_of(outputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(STEPS):
+            peaks.append(_measured(model, (args, kwargs), step))
+        plan = _plan_of(compiled)
+        several = plan is None or isinstance(plan, fxremat.StepPlan)
+        planned = peaks
+        if several:
+            planned = [_measured(model, (args, kwargs), step) for _ in range(STEPS)]
+            plan = _plan_of(compiled)
+    budget_bytes = plan.budget_bytes if plan is not None else 0
+    return {
+        "budget_bytes": budget_bytes,
+        "first_peaks_bytes": peaks,
+        "peaks_bytes": planned,
+        "holds": max(planned) <= budget_bytes + TOLERATED_BYTES,
+        "graphs": len(plan.regions) if isinstance(plan, fxremat.StepPlan) else 1,
+        "least_budget_bytes": plan.least_budget_bytes if plan is not None else None,
+        "warnings": [str(own.message)[:300] for own in issued if _is_ours(own.category)],
+    }
+
+
+def _is_ours(category: type[Warning]) -> bool:
+    return issubclass(category, (fxremat.BudgetWarning, fxremat.GraphBreakWarning))
+
+
+def _plan_of(compiled: Any) -> Any:
+    try:
+        return compiled.plan
+    except fxremat.PlanError:
+        return None
+
+
+def _measured(model: nn.Module, held: Any, step: Any) -> int:
+    """The peak of a step in bytes, with parameters, buffers and arguments."""
+    args, kwargs = held
+    tensors = [*model.parameters(), *model.buffers(), *args, *kwargs.values()]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return peak_of(step, device=torch.device("cpu"), resident_bytes=sum(storages.values()))
+
+
+def _run(arguments: list[str], cache: str = "0") -> tuple[int, str, str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FXREMAT_PROGRESS": "0"}
+    environment["FXREMAT_CACHE"] = cache
+    ran = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    return ran.returncode, _bare(ran.stdout), _bare(ran.stderr)
+
+
+def _bare(text: str) -> str:
+    """Text with paths of packages relative to the folder of packages."""
+    return re.sub(r"[^\s\"':]*/(?:site|dist)-packages/", "", text)
+
+
+def _trained(name: str, budget: str, cache: str) -> dict[str, Any]:
+    code, out, error = _run(["benchmarks.doctor", "--train", name, budget], cache)
+    if code:
+        return {"error": (error.strip().splitlines() or [f"exit code {code}"])[-1][:600]}
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def row_of(name: str) -> dict[str, Any]:
+    """What the command says of a model, and what training shows."""
+    begun_s = time.perf_counter()
+    code, out, error = _run(["fxremat", "doctor", f"benchmarks.doctor_models:{name}", "--json"])
+    row: dict[str, Any] = {
+        "name": name,
+        "exit": code,
+        "seconds": time.perf_counter() - begun_s,
+        "stderr": error[-600:],
+    }
+    if not out:
+        return row
+    facts = json.loads(out)
+    row |= {"graphs": facts["graphs"], "problem": facts["problem"], "steps": facts["steps_run"]}
+    if facts["problem"]:
+        return row
+    row |= {
+        "breaks": [own["line"] for own in facts["breaks"]],
+        "opaque": [[own["name"], own["count"]] for own in facts["opaque"]],
+        "kept_bytes": facts["kept"]["budget_bytes"],
+        "least_bytes": facts["least"]["budget_bytes"],
+        "needed_by": facts["least"]["needed_by"],
+        "least_time": facts["least"]["predicted_s"] / facts["kept"]["predicted_s"],
+        "cold_s": sum(facts["first_step"]["cold"].values()),
+        "cached_s": sum(facts["first_step"]["cached"].values()),
+        "advice": [f"{own['argument']}: {own['effect']}" for own in facts["advice"]],
+    }
+    with tempfile.TemporaryDirectory() as cache:  # both are measured once
+        row["at_least"] = _trained(name, str(facts["least"]["budget_bytes"]), cache)
+        row["at_share"] = _trained(name, str(SHARE), cache)
+    return row
+
+
+def _verdict(trained: dict[str, Any] | None) -> str:
+    if not trained:
+        return ""
+    if "error" in trained:
+        return trained["error"].partition(":")[0]
+    return "holds" if trained["holds"] else "over"
+
+
+def _size(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**20:.1f} MiB"
+
+
+def main() -> None:
+    """Print a table, and write the rows."""
+    if sys.argv[1:2] == ["--train"]:
+        print(json.dumps(train(*sys.argv[2:])))
+        return
+    names = sys.argv[1:] or list(doctor_models.NAMES)
+    rows = rows_but("doctor", lambda row: row["name"] in names)
+    for name in names:
+        rows.append(row_of(name))
+        rows.sort(key=lambda row: doctor_models.NAMES.index(row["name"]))
+        save("doctor", {"rows": rows}, quiet=True)
+        print(name, rows[[r["name"] for r in rows].index(name)]["exit"], flush=True)
+    columns = ("model", "exit", "graphs", "kept", "least", "×", "cold", "at least", "at 0.6")
+    show(
+        "fxremat doctor",
+        columns,
+        [
+            (
+                row["name"],
+                str(row["exit"]),
+                str(row.get("graphs", "")),
+                _size(row.get("kept_bytes")),
+                _size(row.get("least_bytes")),
+                f"{row.get('least_time', 0):.2f}",
+                f"{row.get('cold_s', 0):.1f} s",
+                _verdict(row.get("at_least")),
+                _verdict(row.get("at_share")),
+            )
+            for row in rows
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
