@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
 
 HEAD = """\
 # Command line
 
-`fxremat` estimates and plans from a shell. `python -m fxremat` is the same. A step is written as
-`MODULE:FUNCTION`, a function that returns `(model, sample)`, or as a class of transformers.
+`fxremat` runs from a shell; `python -m fxremat` is the same. The source of a step is
+`MODULE:FUNCTION`, a function that returns `(model, sample)`, or a model of transformers or timm by
+its name.
 
 | command | what it does |
 |---|---|
@@ -25,11 +27,20 @@ def command_page(parser: argparse.ArgumentParser) -> str:
     helps = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     lines = [HEAD]
     lines += [f"| [`fxremat {name}`](#fxremat-{name}) | {helps[name]} |\n" for name in choices]
-    lines.append(f"\n{parser.epilog}\n")
+    lines.append(f"\n{_codes(parser)} Some commands have other codes, see below.\n")
     for name, command in choices.items():
-        lines.append(f"\n## `fxremat {name}`\n\n{_sentence(helps[name])}\n")
+        purpose = command.description or _sentence(helps[name])
+        lines.append(f"\n## `fxremat {name}`\n\n{purpose}\n")
+        if _codes(command):
+            lines.append(f"\n{_codes(command)}\n")
         lines += _groups(command)
     return "".join(lines)
+
+
+def _codes(parser: argparse.ArgumentParser) -> str:
+    """Return the sentence on exit codes with which the help of ``parser`` ends, if there is one."""
+    codes = re.match(r"Exit codes: .*?\.", parser.epilog or "")
+    return codes[0] if codes else ""
 
 
 def _groups(command: argparse.ArgumentParser) -> Iterator[str]:

@@ -34,6 +34,11 @@ def test_each_entry_is_flagged_and_its_allowed_uses_are_not(entry: Entry) -> Non
         assert not flagged(f"The plan is printed. {sentence}"), sentence
 
 
+def test_the_end_of_a_cell_ends_a_sentence() -> None:
+    page = "| a loop of its own | a loop |\n|---|---|\n| a loop of its own | a loop |\n"
+    assert [found.line for found in wording("x", blocks_of_page(page))] == [1, 3]
+
+
 def test_a_finding_names_file_line_word_and_replacement() -> None:
     page = "# Plans\n\nOne line.\nIt is\nmeasured anew.\n"
     (found,) = wording("docs/plans.md", blocks_of_page(page))

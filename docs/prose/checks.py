@@ -37,7 +37,7 @@ NOT_OF_PROSELINT = (
     "misc.phrasal_adjectives.ly",  # "multiply-adds"
     "restricted",
     "typography.symbols.curly_quotes",  # the sources are ASCII
-    "typography.symbols.multiplication_symbol",
+    "typography.symbols.multiplication",  # reads "4x2048" as a product
     "typography.symbols.trademark",
     "weasel_words.very",  # an entry of the vocabulary
 )

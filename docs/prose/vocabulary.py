@@ -24,13 +24,15 @@ class Entry:
     allowed: tuple[str, ...] = ()
 
 
-_ENDS = r"(?=\s*(?:[.,;:)]|\Z|\s(?:is|are|was|were|has|have|in|by|for|of|and|or|that|which|to)\b))"
+_ENDS = (
+    r"(?=\s*(?:[.,;:)]|¶|\Z|\s(?:is|are|was|were|has|have|in|by|for|of|and|or|that|which|to)\b))"
+)
 """What follows a noun, so that the word before it is one."""
 
 _OWNERS = r"(?:its|their|his|her|your|our|my|whose|one's|\w+'s|\w+s')"
 
 _NO_NOUN = (
-    r"(?=\s*(?:[.,;:)]|\Z|\s(?:in|for|of|with|to|and|or|that|which|where|when|is|are|was|were|from"
+    r"(?=\s*(?:[.,;:)]|¶|\Z|\s(?:in|for|of|with|to|and|or|that|which|where|when|is|are|was|were|from"
     r"|by|at|on|as|if|than|but|before|after|because|has|have|only|again|too|also)\b))"
 )
 

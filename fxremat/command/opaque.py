@@ -54,7 +54,7 @@ def why_opaque(node: fx.Node) -> str:
             "together"
         )
     if isinstance(target, Nested):
-        return "it runs graphs of its own; its results are kept or recomputed together"
+        return "it runs inner graphs; its results are kept or recomputed together"
     if isinstance(target, Launch):
         again = "kept or recomputed" if target.repeatable else "kept, since it may give other bits"
         return f"a Triton kernel of the model; its results are {again}"

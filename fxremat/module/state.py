@@ -151,7 +151,7 @@ def _start_whole(state: ModuleState, before: Runner, call: Sample) -> Runner | N
         runner = start(state, call, hooked=False)
         if runner.training.detaches_more_than(before.training):
             runner = start(state, call, hooked=False, detaches=False)
-    except FxrematError as error:  # the pieces keep to the budget, or raise an error of their own
+    except FxrematError as error:  # the pieces keep to the budget, or raise another error
         LOG.info("the model is still captured as several graphs: %s", error)
         return None
     return None if runner.training.regions.several else runner

@@ -54,8 +54,8 @@ def step_plan(loop: Loop, regions: Regions, names: Callable[[], Mapping[int, str
         _row(loop, profile, place, call, owners, is_last=at == last)
         for at, (place, call) in enumerate(zip(places, ran, strict=True))
     )
-    there_bytes = profile.base_bytes + profile.more_bytes
-    peak_bytes = max(there_bytes + profile.first_bytes, *_peaks(rows, there_bytes))
+    resident_bytes = profile.base_bytes + profile.more_bytes
+    peak_bytes = max(resident_bytes + profile.first_bytes, *_peaks(rows, resident_bytes))
     plans = [row.plan for row in rows]
     budget = loop.budget.now
     return StepPlan(
@@ -69,7 +69,7 @@ def step_plan(loop: Loop, regions: Regions, names: Callable[[], Mapping[int, str
         predicted_reserved_bytes=peak_bytes
         + max(plan.predicted_reserved_bytes - plan.predicted_held_bytes for plan in plans),
         measured_peak_bytes=profile.peak_bytes,
-        there_bytes=there_bytes,
+        resident_bytes=resident_bytes,
         regions=rows,
     )
 
@@ -122,16 +122,16 @@ def _modules_of(modules: Sequence[str]) -> str:
     return named(blocks) if len(blocks) > 1 else common_module(modules)
 
 
-def _peaks(rows: Sequence[RegionRow], there_bytes: int) -> list[int]:
+def _peaks(rows: Sequence[RegionRow], resident_bytes: int) -> list[int]:
     """Return peaks of a step in bytes: four of each region, in no particular order.
 
     They are those during its forward, during its backward, and in the code after each of them.
 
     Args:
         rows: the regions.
-        there_bytes: the bytes allocated when the step begins.
+        resident_bytes: the bytes allocated when the step begins.
     """
-    peaks, held_bytes = [], there_bytes
+    peaks, held_bytes = [], resident_bytes
     for row in rows:
         peaks += [row.forward_peak_bytes, row.backward_peak_bytes]
         peaks.append(held_bytes + row.between_back_bytes)

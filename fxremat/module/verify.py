@@ -108,7 +108,7 @@ def verified(model: nn.Module, call: Sample, options: Arguments) -> Verified:
         FxrematError: see :func:`fxremat.compile`.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    forget_workspaces()  # so that the step allocates its own
+    forget_workspaces()  # so that the step allocates new ones
     _free_unused()
     before_bytes = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     try:

@@ -334,7 +334,7 @@ class StepPlan(Shown):
         predicted_reserved_bytes: maximum bytes that the allocator reserves from the device.
         measured_peak_bytes: peak in bytes of the latest observed step that followed these plans,
             or ``None`` if none was observed.
-        there_bytes: bytes allocated when the step begins, and bytes that are kept free.
+        resident_bytes: bytes allocated when the step begins, and bytes that are kept free.
         regions: calls of graphs, in the order of their forwards.
     """
 
@@ -345,7 +345,7 @@ class StepPlan(Shown):
     predicted_peak_bytes: int
     predicted_reserved_bytes: int
     measured_peak_bytes: int | None
-    there_bytes: int
+    resident_bytes: int
     regions: tuple[RegionRow, ...]
 
     @property

@@ -50,7 +50,7 @@ def _of_regions(step: StepPlan) -> Iterator[tuple[str, str]]:
     if step.host_bytes:
         yield "host memory", _exactly(step.host_bytes)
     count = len(step.regions)
-    external = _exactly(step.there_bytes)
+    external = _exactly(step.resident_bytes)
     yield "regions", f"{count}, each one call of a graph; {external} allocated before the step"
 
 

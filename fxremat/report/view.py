@@ -111,7 +111,7 @@ class _Joined:
         self._beside_bytes = [
             region.given_bytes - before for region, before in zip(self._regions, held, strict=False)
         ]
-        self._there_bytes = min(step.there_bytes, *self._beside_bytes)
+        self._there_bytes = min(step.resident_bytes, *self._beside_bytes)
         self._tensors: list[Tensor] = []
         self._lives: list[Life] = []
         self._calls: list[int] = []
@@ -211,7 +211,7 @@ class _Joined:
             nbytes: its bytes in addition to those allocated before the step.
             between_s: seconds of the code in both directions, or ``None`` if unknown.
         """
-        self._beside(name, kind, self._step.there_bytes + nbytes, 1)
+        self._beside(name, kind, self._step.resident_bytes + nbytes, 1)
         self._times_s.append(self._now_s)
         self._between_at.append(self._count)
         self._count += 1
@@ -352,7 +352,7 @@ def _outline(step: StepPlan) -> Outline | None:
         kept.loss_point_bytes - planned for kept, planned in zip(outlines, loss_points, strict=True)
     ]
     more_bytes = list(accumulate(more, initial=0))  # by what earlier ones hold more, of each
-    held_bytes = list(accumulate((row.held_bytes for row in rows), initial=step.there_bytes))
+    held_bytes = list(accumulate((row.held_bytes for row in rows), initial=step.resident_bytes))
     calls: list[tuple[float, int]] = []  # seconds and peak
     for place, (row, kept) in enumerate(zip(rows, outlines, strict=True)):
         forward = zip(kept.seconds[: kept.loss_point], kept.peaks_bytes, strict=False)

@@ -279,7 +279,7 @@ class Batching:
             return True
         try:
             call_without_data(self.model, self._sample_at(context, torch.Tensor.new_empty))
-        except Exception:  # the model's own
+        except Exception:  # raised by the model
             return False
         return True
 

@@ -98,7 +98,7 @@ def test_figures_of_regions_add_up(way: str) -> None:
     assert plan.predicted_s == pytest.approx(seconds + plan.between_s)
     peaks = [(row.forward_peak_bytes, row.backward_peak_bytes) for row in plan.regions]
     assert max(map(max, peaks)) == plan.predicted_peak_bytes
-    held_bytes = plan.there_bytes
+    held_bytes = plan.resident_bytes
     for row in plan.regions:  # each runs beside all that was held before it
         assert held_bytes < row.forward_peak_bytes
         held_bytes += row.held_bytes
@@ -118,7 +118,7 @@ def test_the_step_on_one_axis_holds_what_each_plan_says(way: str) -> None:
     assert max(held) == plan.predicted_peak_bytes
     spans = view.spans_s
     expected: list[int] = []
-    waiting_bytes = plan.there_bytes
+    waiting_bytes = plan.resident_bytes
     for row in plan.regions:
         expected += row.plan.memory.held_bytes()[: row.plan.memory.loss_point]
         waiting_bytes += row.held_bytes
