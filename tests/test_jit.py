@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 
 import fxremat
 
 LOOP = """
 import logging
-from fxremat.jit import njit
+from fxremat.jit import entry
 import fxremat.solvers.kernels
 
-@njit(cache=True, nogil=True)
+@entry
 def total(count):
     found = 0
     for number in range(count):
@@ -52,6 +54,21 @@ def nowhere_to_write(tmp_path: Path) -> dict[str, str]:
         (folder / "__pycache__").touch()
     kept = {name: value for name, value in os.environ.items() if "CACHE" not in name}
     return {**kept, "PYTHONPATH": str(package.parent), "HOME": os.devnull}
+
+
+LOOPS = """
+import torch, fxremat
+from numba.core import event
+from torch import nn
+
+blocks = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)]
+model, x = nn.Sequential(*blocks), torch.randn(64, 16)
+with event.install_recorder("numba:compile") as recorder:
+    fxremat.compile(model, x, "min", optimizer=torch.optim.AdamW, loss=torch.sum)
+begun = [each.data["dispatcher"].py_func for _, each in recorder.buffer if each.is_start]
+ours = [f"{f.__module__}.{f.__qualname__}" for f in begun if f.__module__.startswith("fxremat.")]
+print(len(begun) - len(ours), *ours)
+"""
 
 
 def run(code: str, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -90,3 +107,40 @@ def test_a_model_is_compiled_where_nothing_can_be_written(
     assert done.stdout == "True\n", done.stderr
     assert done.stderr.count("NUMBA_CACHE_DIR") == 1
     assert ("FXREMAT_CACHE" in done.stderr) == (cache is None)
+
+
+def test_each_loop_is_compiled_once(tmp_path: Path):
+    """A loop compiled for further types, or more of numba's library, would take longer."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "loops"), "FXREMAT_CACHE": "0"}
+    environment["PYTHONPATH"] = str(Path(fxremat.__file__).parents[1])
+    done = run(LOOPS, tmp_path, environment)
+    assert done.returncode == 0, done.stderr
+    library, *ours = done.stdout.split()
+    assert sorted(set(ours)) == sorted(ours)
+    assert 20 < len(ours) <= 56
+    assert int(library) <= 6  # min, max and int of numba's library
+
+    again = run(LOOPS, tmp_path, environment)
+    assert again.stdout.split() == ["0"], again.stderr
+
+
+def test_python_cannot_call_a_helper():
+    from fxremat.solvers.kernels import row_of
+
+    with pytest.raises(TypeError, match="row_of is a helper"):
+        row_of(0, 1, 2)
+
+
+def test_garbage_is_collected_again_after_compiling():
+    from fxremat.jit import entry
+
+    def total(count: int) -> int:
+        return count + 1
+
+    total.__module__ = "fxremat.tests"
+    assert gc.isenabled()
+    assert entry(total)(3) == 4
+    assert gc.isenabled()
+    with pytest.raises(numba.TypingError):
+        entry(total)("text")
+    assert gc.isenabled()

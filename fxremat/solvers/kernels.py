@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fxremat.ir.schedule import ALL, BACKWARD, INPUT, KINDS, NONE
-from fxremat.jit import njit
+from fxremat.jit import entry, helper, pointer
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 from fxremat.solvers.quantize import slots_up
 from fxremat.solvers.threads import Crew
@@ -32,7 +32,7 @@ BLOCK = 32
 NO_CHOICE = -1
 """The choice of an interval that nothing fits."""
 
-in_slots = njit(inline="always")(slots_up)
+in_slots = helper(slots_up)
 
 
 class Table(NamedTuple):
@@ -62,8 +62,10 @@ def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
     """
     count = numbers.gradient.size
     rows = count * (count + 1) // 2
-    values, first = np.empty((rows, slots + 1)), np.empty(rows, dtype=np.int64)
+    values, first = np.full((rows, slots + 1), np.inf), np.full(rows, slots + 1)
     table = Table(numbers, quantum, values, first)
+    for s in range(count):
+        _fill_leaf(table, s)
     tiles = -(-count // TILE)
     with Crew(most=tiles) as crew:
         for distance in range(tiles):
@@ -75,24 +77,32 @@ def filled(numbers: Numbers, *, quantum: int, slots: int) -> Table:
 def last_filled(table: Table, numbers: Numbers) -> Table:
     """Return a copy of ``table`` with intervals up to the last stage refilled by ``numbers``."""
     copy = table._replace(numbers=numbers, values=table.values.copy(), first=table.first.copy())
-    count, end = numbers.gradient.size, table.values.shape[1]
-    for s in range(count - 2, -1, -1):
-        row = row_of.py_func(s, count - 1, count)  # type: ignore[attr-defined]
-        copy.values[row] = np.inf
-        begin = _try_all(copy, s, count - 1, end)
-        begin = _try_cuts(copy, s, count - 1, s + 1, count, begin)
-        copy.values[row, begin:] -= numbers.prefix_s[s]
-        copy.first[row] = min(begin, end)
+    _refill_last(copy)
     return copy
 
 
-@njit(inline="always")
+def _fill_leaf(table: Table, s: int) -> None:
+    """Fill the row of the single stage ``s`` with its seconds for every number of free slots.
+
+    By Equation (1) of Beaumont et al. (2019).
+    """
+    n = table.numbers
+    row = row_of.py_func(s, s, n.gradient.size)  # type: ignore[attr-defined]
+    values = table.values[row]
+    for needs, takes in zip(n.leaf_bytes[s].tolist(), n.leaf_s[s].tolist(), strict=True):
+        if takes < np.inf:
+            start = slots_up(needs, table.quantum)
+            np.minimum(values[start:], takes + n.prefix_s[s], out=values[start:])
+            table.first[row] = min(table.first[row], start)
+
+
+@helper
 def row_of(s: int, t: int, count: int) -> int:
     """Return the index of the row of stages ``s … t`` in a table of a chain of ``count`` stages."""
     return s * count - s * (s - 1) // 2 + t - s
 
 
-@njit(inline="always")
+@helper
 def all_bytes(n: Numbers, s: int, t: int, option: int) -> int:
     """Return the peak bytes of stage ``s`` if its forward keeps a saved set until its backward.
 
@@ -107,7 +117,7 @@ def all_bytes(n: Numbers, s: int, t: int, option: int) -> int:
     return nbytes
 
 
-@njit(inline="always")
+@helper
 def ck_bytes(n: Numbers, s: int, cut: int, t: int) -> int:
     """Return the peak bytes of forwards of stages ``s … cut - 1`` that keep only boundary ``s``.
 
@@ -128,71 +138,26 @@ def added_bytes(n: Numbers, s: int, choice: int) -> int:
     return int(n.saved[s, 0 if choice == s else -1 - choice])
 
 
-@njit(inline="always")
-def leaf_ways(n: Numbers, s: int) -> int:
-    """Return the number of ways to run stage ``s`` forward and backward without others between."""
-    return 2 if s < n.gradient.size - 1 else 1 + n.backward_s.shape[1]
-
-
-@njit(inline="always")
-def leaf_way(n: Numbers, s: int, way: int) -> tuple[int, int, float]:
-    """Return a way to run stage ``s`` forward and backward without others between.
-
-    ``way`` is below ``leaf_ways``.
-
-    Returns:
-        The choice as numbered in the module, its bytes in addition to boundary ``s``, its seconds.
-    """
-    if way < 2:
-        return s + way, n.leaf_bytes[s, way], n.leaf_s[s, way]
-    takes = n.prefix_s[s + 1] - n.prefix_s[s] + n.backward_s[s, way - 1]
-    return -way, all_bytes(n, s, s, way - 1), takes
-
-
-@njit(inline="always")
-def _fill_leaf(table: Table, s: int) -> None:
-    """Fill the row of the single stage ``s`` with its seconds for every number of free slots.
-
-    By Equation (1) of Beaumont et al. (2019).
-    """
-    n = table.numbers
-    row = row_of(s, s, n.gradient.size)
-    values = table.values[row]
-    values[:] = np.inf
-    begin = values.size
-    for way in range(leaf_ways(n, s)):
-        _, needs, takes = leaf_way(n, s, way)
-        if takes < np.inf:
-            start = in_slots(needs, table.quantum)
-            begin = min(begin, start)
-            for m in range(start, values.size):
-                values[m] = min(values[m], takes + n.prefix_s[s])
-    table.first[row] = begin
-
-
-@njit(cache=True, nogil=True)
-def _try_all(table: Table, s: int, t: int, begin: int) -> int:
-    """Lower the entries of stages ``s … t`` to choices in which stage ``s`` keeps its saved set.
-
-    Returns:
-        The index of the row's first finite entry, which was ``begin`` before.
-    """
-    n, values = table.numbers, table.values
-    row, inner = row_of(s, t, n.gradient.size), row_of(s + 1, t, n.gradient.size)
+@helper
+def _try_all(table: Table, s: int, t: int) -> None:
+    """Lower the entries of stages ``s … t`` to choices in which stage ``s`` keeps its saved set."""
+    n, first, quantum = table.numbers, table.first, table.quantum
+    count, end = n.gradient.size, table.values.shape[1]
+    row, inner = row_of(s, t, count), row_of(s + 1, t, count)
     for k in range(n.backward_s.shape[1]):
         if n.backward_s[s, k] == np.inf:
             continue
-        shift = in_slots(n.saved[s, k], table.quantum)
-        needs = in_slots(all_bytes(n, s, t, k), table.quantum)
-        start = max(needs, shift + table.first[inner])
-        for m in range(start, values.shape[1]):
-            value = values[inner, m - shift] + n.backward_s[s, k] + n.prefix_s[s]
-            values[row, m] = value if value < values[row, m] else values[row, m]
-        begin = min(begin, start)
-    return begin
+        shift = in_slots(n.saved[s, k], quantum)
+        start = max(in_slots(all_bytes(n, s, t, k), quantum), shift + first[inner])
+        out, late = pointer(table.values, row * end), pointer(table.values, inner * end)
+        backward_s, prefix_s = n.backward_s[s, k], n.prefix_s[s]
+        for m in range(start, end):
+            value = late[m - shift] + backward_s + prefix_s
+            out[m] = value if value < out[m] else out[m]
+        first[row] = min(first[row], start)
 
 
-@njit(inline="always")
+@helper
 def _lower_block(out: Floats, late: Floats, early: Floats, begin: int) -> None:
     """Lower ``BLOCK`` entries of ``out`` from ``begin`` on to ``late + early`` where that is less.
 
@@ -207,15 +172,15 @@ def _lower_block(out: Floats, late: Floats, early: Floats, begin: int) -> None:
             out[k] = value if value < out[k] else out[k]
 
 
-@njit(inline="always")
-def lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
+@helper
+def lower(out: Floats, late: Floats, early: Floats, size: int, bound: float) -> None:
     """Lower entries of ``out`` to ``late + early`` where that is less.
 
     Args:
-        out, late, early: rows of equal length that never increase.
+        out, late, early: pointers to rows of ``size`` entries that never increase.
+        size: their number.
         bound: lower bound of all sums; entries that are no greater are skipped.
     """
-    size = out.size
     blocks = size // BLOCK
     if not blocks:
         for k in range(size):
@@ -231,39 +196,38 @@ def lower(out: Floats, late: Floats, early: Floats, bound: float) -> None:
         _lower_block(out, late, early, block * BLOCK)
 
 
-@njit(cache=True, nogil=True)
-def _try_cuts(table: Table, s: int, t: int, from_cut: int, to_cut: int, begin: int) -> int:
+@helper
+def _try_cuts(table: Table, s: int, t: int, from_cut: int, to_cut: int) -> None:
     """Lower the entries of stages ``s … t`` to choices that keep boundary ``s`` and run to a cut.
 
     The cuts are ``from_cut … to_cut - 1``.
-
-    Returns:
-        The index of the row's first finite entry, which was ``begin`` before.
     """
-    n, values, first = table.numbers, table.values, table.first
-    count = n.gradient.size
-    out = values[row_of(s, t, count)]
-    end = out.size
+    n, first, quantum = table.numbers, table.first, table.quantum
+    count, end = n.gradient.size, table.values.shape[1]
+    values, row = pointer(table.values, 0), row_of(s, t, count)
     for cut in range(from_cut, to_cut):
-        late = row_of(cut, t, count)
-        early = row_of(s, cut - 1, count)
-        shift = in_slots(n.step[s, cut], table.quantum)
+        late, early = row_of(cut, t, count), row_of(s, cut - 1, count)
+        shift = in_slots(n.step[s, cut], quantum)
         start = max(shift + first[late], first[early])
         if start >= end:
             continue
-        bound = values[late, end - 1 - shift] + values[early, end - 1]
-        if out[start] <= bound:
+        bound = values[late * end + end - 1 - shift] + values[early * end + end - 1]
+        if values[row * end + start] <= bound:
             continue
-        start = max(start, in_slots(ck_bytes(n, s, cut, t), table.quantum))
+        start = max(start, in_slots(ck_bytes(n, s, cut, t), quantum))
         if start >= end:
             continue
-        begin = min(begin, start)
-        late_row = values[late, start - shift : end - shift]
-        lower(out[start:], late_row, values[early, start:], bound)
-    return begin
+        first[row] = min(first[row], start)
+        lower(
+            pointer(table.values, row * end + start),
+            pointer(table.values, late * end + start - shift),
+            pointer(table.values, early * end + start),
+            end - start,
+            bound,
+        )
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _fill_tile(table: Table, s0: int, t0: int) -> None:
     """Fill the rows of intervals with first stage in the tile at ``s0`` and last in that at ``t0``.
 
@@ -272,32 +236,39 @@ def _fill_tile(table: Table, s0: int, t0: int) -> None:
     itself, and are computed row by row.
 
     Requires:
-        All tiles between are filled.
+        All tiles between, and the rows of single stages, are filled.
     """
     count, end = table.numbers.gradient.size, table.values.shape[1]
-    s1 = min(s0 + TILE, count)
-    t1 = min(t0 + TILE, count)
-    begin = np.full((TILE, TILE), end)
-    for s in range(s0, s1):
-        for t in range(max(t0, s + 1), t1):
-            for m in range(end):
-                table.values[row_of(s, t, count), m] = np.inf
+    s1, t1 = min(s0 + TILE, count), min(t0 + TILE, count)
     for cut in range(s0 + TILE, t0, TILE):
         for t in range(t0, t1):
             for s in range(s0, s1):
-                so_far = begin[s - s0, t - t0]
-                begin[s - s0, t - t0] = _try_cuts(table, s, t, cut, cut + TILE, so_far)
+                _try_cuts(table, s, t, cut, cut + TILE)
     for s in range(s1 - 1, s0 - 1, -1):
-        if s0 == t0:
-            _fill_leaf(table, s)
         for t in range(max(t0, s + 1), t1):
-            b = _try_all(table, s, t, begin[s - s0, t - t0])
-            for first, last in ((s + 1, s1 - 1 if s0 < t0 else s), (max(t0, s + 1), t)):
-                b = _try_cuts(table, s, t, first, last + 1, b)
-            row = row_of(s, t, count)
-            for m in range(b, end):
-                table.values[row, m] -= table.numbers.prefix_s[s]
-            table.first[row] = min(b, end)
+            _try_all(table, s, t)
+            _try_cuts(table, s, t, s + 1, s1 if s0 < t0 else s + 1)
+            _try_cuts(table, s, t, max(t0, s + 1), t + 1)
+            row, prefix_s = row_of(s, t, count), table.numbers.prefix_s[s]
+            values = pointer(table.values, row * end)
+            for m in range(table.first[row], end):
+                values[m] -= prefix_s
+
+
+@entry
+def _refill_last(table: Table) -> None:
+    """Fill the rows of intervals up to the last stage, but for that of this stage."""
+    count, end = table.numbers.gradient.size, table.values.shape[1]
+    for s in range(count - 2, -1, -1):
+        row = row_of(s, count - 1, count)
+        values = pointer(table.values, row * end)
+        table.first[row] = end
+        for m in range(end):
+            values[m] = np.inf
+        _try_all(table, s, count - 1)
+        _try_cuts(table, s, count - 1, s + 1, count)
+        for m in range(table.first[row], end):
+            values[m] -= table.numbers.prefix_s[s]
 
 
 def _fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
@@ -313,41 +284,46 @@ def _fill_tiles(table: Table, distance: int, begin: int, stride: int) -> None:
         _fill_tile(table, tile * TILE, (tile + distance) * TILE)
 
 
-@njit(cache=True, nogil=True)
+@entry
 def choose(table: Table, s: int, t: int, m: int) -> int:
     """Return the choice that takes as long as entry ``m`` of stages ``s … t`` says.
 
     The sums are computed again. Choices are numbered as in the module; ``NO_CHOICE`` is none.
     """
-    n, values, quantum = table.numbers, table.values, table.quantum
-    count = n.gradient.size
-    want = values[row_of(s, t, count), m]
+    n, quantum = table.numbers, table.quantum
+    count, end = n.gradient.size, table.values.shape[1]
+    values, prefix_s = pointer(table.values, m), n.prefix_s[s]
+    want = values[row_of(s, t, count) * end]
     if want == np.inf:
         return NO_CHOICE
     if s == t:
-        for way in range(leaf_ways(n, s)):
-            choice, nbytes, takes = leaf_way(n, s, way)
-            if m >= in_slots(nbytes, quantum) and takes + n.prefix_s[s] == want:
-                return choice
+        for way in range(n.leaf_s.shape[1]):
+            if m >= in_slots(n.leaf_bytes[s, way], quantum) and n.leaf_s[s, way] + prefix_s == want:
+                return leaf_choice(s, way)
         return NO_CHOICE
     for k in range(n.backward_s.shape[1]):
         shift = in_slots(n.saved[s, k], quantum)
         if m < max(shift, in_slots(all_bytes(n, s, t, k), quantum)):
             continue
-        inner = values[row_of(s + 1, t, count), m - shift]
-        if inner + n.backward_s[s, k] + n.prefix_s[s] - n.prefix_s[s] == want:
+        inner = values[row_of(s + 1, t, count) * end - shift]
+        if inner + n.backward_s[s, k] + prefix_s - prefix_s == want:
             return -1 - k if k else s
     for cut in range(s + 1, t + 1):
         shift = in_slots(n.step[s, cut], quantum)
         if m < max(shift, in_slots(ck_bytes(n, s, cut, t), quantum)):
             continue
-        late = values[row_of(cut, t, count), m - shift]
-        if late + values[row_of(s, cut - 1, count), m] - n.prefix_s[s] == want:
+        late = values[row_of(cut, t, count) * end - shift]
+        if late + values[row_of(s, cut - 1, count) * end] - prefix_s == want:
             return cut
     return NO_CHOICE
 
 
-@njit(cache=True, nogil=True)
+@helper
+def leaf_choice(s: int, way: int) -> int:
+    """Return the choice, numbered as in the module, of a column of ``Numbers.leaf_s``."""
+    return s + way if way < 2 else -way
+
+
 def read_out(table: Table, outer: Table, slots: int) -> Ints:
     """Return the fastest schedule of the whole chain by Algorithm 2 of Beaumont et al. (2019).
 
@@ -359,49 +335,66 @@ def read_out(table: Table, outer: Table, slots: int) -> Ints:
     Returns:
         Codes as in ``ir.schedule``; empty if no choice gives the value of some interval.
     """
+    count = table.numbers.gradient.size
+    codes = np.empty(count * (count + 5) // 2, dtype=np.int64)  # most are never written to
+    todo = np.empty(3 * (2 * count + 2), dtype=np.int64)
+    return codes[: _read_out(table, outer, slots, codes, todo)].copy()
+
+
+@entry
+def _read_out(table: Table, outer: Table, slots: int, codes: Ints, todo: Ints) -> int:
+    """Write the codes of :func:`read_out`, and return their number.
+
+    ``todo`` is a buffer for intervals and their slots; an interval with ``t < s`` is a backward.
+    """
+    codes, todo = pointer(codes, 0), pointer(todo, 0)
     last = table.numbers.gradient.size - 1
-    codes = np.empty(8 * (last + 1), dtype=np.int64)
-    todo = np.empty((2 * last + 4, 3), dtype=np.int64)  # intervals; with t < s a backward
-    todo[0, 0], todo[0, 1], todo[0, 2] = 0, last, slots
-    size, waiting = 0, 1
+    size, waiting = 0, _push(todo, 0, 0, last, slots)
     while waiting:
-        waiting -= 1
-        s, t, m = todo[waiting, 0], todo[waiting, 1], todo[waiting, 2]
-        if size + last + 4 > codes.size:
-            codes = np.append(codes, np.empty_like(codes))
+        waiting -= 3
+        s, t, m = todo[waiting], todo[waiting + 1], todo[waiting + 2]
         if t < s:
             codes[size] = s * KINDS + BACKWARD
             size += 1
             continue
-        source = outer if t == last else table
-        n = source.numbers
-        choice = choose(source, s, t, m)
+        choice, left = _take(outer, s, t, m) if t == last else _take(table, s, t, m)
         if choice == NO_CHOICE:
-            return codes[:0]
+            return 0
         if choice <= s:
-            option = 0 if choice == s else -1 - choice
-            codes[size] = s * KINDS + ALL + option
+            codes[size] = s * KINDS + ALL + (0 if choice == s else -1 - choice)
             size += 1
-            todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = s, s - 1, 0
-            waiting += 1
+            waiting = _push(todo, waiting, s, s - 1, 0)
             if s < t:
-                left = m - in_slots(n.saved[s, option], source.quantum)
-                todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = s + 1, t, left
-                waiting += 1
+                waiting = _push(todo, waiting, s + 1, t, left)
             continue
         codes[size] = s * KINDS + INPUT
         size += 1
         if s == t:
-            codes[size] = s * KINDS + ALL
-            codes[size + 1] = s * KINDS + BACKWARD
+            codes[size], codes[size + 1] = s * KINDS + ALL, s * KINDS + BACKWARD
             size += 2
             continue
         for stage in range(s + 1, choice):
             codes[size] = stage * KINDS + NONE
             size += 1
-        todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = s, choice - 1, m
-        waiting += 1
-        left = m - in_slots(n.step[s, choice], source.quantum)
-        todo[waiting, 0], todo[waiting, 1], todo[waiting, 2] = choice, t, left
-        waiting += 1
-    return codes[:size]
+        waiting = _push(todo, waiting, s, choice - 1, m)
+        waiting = _push(todo, waiting, choice, t, left)
+    return size
+
+
+@helper
+def _push(todo: Ints, waiting: int, s: int, t: int, m: int) -> int:
+    """Add an interval and its slots to ``todo``, and return the number of entries."""
+    todo[waiting], todo[waiting + 1], todo[waiting + 2] = s, t, m
+    return waiting + 3
+
+
+@helper
+def _take(table: Table, s: int, t: int, m: int) -> tuple[int, int]:
+    """Return the choice for stages ``s … t``, and the slots that it leaves for later stages."""
+    n, choice = table.numbers, choose(table, s, t, m)
+    if s < choice <= t:
+        return choice, m - in_slots(n.step[s, choice], table.quantum)
+    if choice > t:
+        return choice, m
+    option = 0 if choice == s else -1 - choice
+    return choice, m - in_slots(n.saved[s, option], table.quantum)

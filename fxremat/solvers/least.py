@@ -10,8 +10,8 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from fxremat.jit import njit
-from fxremat.solvers.kernels import NO_CHOICE, all_bytes, ck_bytes, leaf_way, leaf_ways
+from fxremat.jit import entry, helper
+from fxremat.solvers.kernels import NO_CHOICE, all_bytes, ck_bytes, leaf_choice
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 
 ANY_BYTES = cast(int, np.int64(-1))  # a literal would make numba compile its callers again
@@ -50,7 +50,7 @@ class Least(NamedTuple):
         return int(self.memory[0, -1])
 
 
-@njit(inline="always")
+@helper
 def is_better(needs: int, takes: float, limit: int, best_s: float, tightens: bool) -> bool:
     """Return whether ``needs`` bytes and ``takes`` seconds are better than the best so far.
 
@@ -65,7 +65,7 @@ def is_better(needs: int, takes: float, limit: int, best_s: float, tightens: boo
     return (tightens and needs < limit) or (needs <= limit and takes < best_s)
 
 
-@njit(cache=True, nogil=True)
+@entry
 def choose_least(least: Least, s: int, t: int, available: int) -> tuple[int, int, float]:
     """Choose the fastest way to run interval ``(s, t)`` within ``available`` bytes.
 
@@ -78,20 +78,20 @@ def choose_least(least: Least, s: int, t: int, available: int) -> tuple[int, int
     n, memory, seconds = least.numbers, least.memory, least.seconds
     tightens = available == ANY_BYTES
     limit = _MOST if tightens else available
-    best = NO_CHOICE, limit, np.inf
+    best, best_bytes, best_s = NO_CHOICE, limit, np.inf
     if s == t:
-        for way in range(leaf_ways(n, s)):
-            choice, needs, takes = leaf_way(n, s, way)
+        for way in range(n.leaf_s.shape[1]):
+            needs, takes = n.leaf_bytes[s, way], n.leaf_s[s, way]
             # Of ways of equal memory, the first is chosen.
-            if is_better(needs, takes, limit, -np.inf if tightens else best[2], tightens):
-                best = choice, needs, takes
+            if is_better(needs, takes, limit, -np.inf if tightens else best_s, tightens):
+                best, best_bytes, best_s = leaf_choice(s, way), needs, takes
                 limit = needs if tightens else limit
-        return best
+        return best, best_bytes, best_s
     for k in range(n.backward_s.shape[1]):
         needs = max(all_bytes(n, s, t, k), n.saved[s, k] + memory[s + 1, t])
         takes = n.prefix_s[s + 1] - n.prefix_s[s] + seconds[s + 1, t] + n.backward_s[s, k]
-        if is_better(needs, takes, limit, best[2], tightens):
-            best = -1 - k if k else s, needs, takes
+        if is_better(needs, takes, limit, best_s, tightens):
+            best, best_bytes, best_s = -1 - k if k else s, needs, takes
             limit = needs if tightens else limit
     for cut in range(s + 1, t + 1):
         needs = max(ck_bytes(n, s, cut, t), memory[s, cut - 1])
@@ -99,13 +99,13 @@ def choose_least(least: Least, s: int, t: int, available: int) -> tuple[int, int
         if needs > limit:
             continue
         takes = n.prefix_s[cut] - n.prefix_s[s] + seconds[cut, t] + seconds[s, cut - 1]
-        if is_better(needs, takes, limit, best[2], tightens):
-            best = cut, needs, takes
+        if is_better(needs, takes, limit, best_s, tightens):
+            best, best_bytes, best_s = cut, needs, takes
             limit = needs if tightens else limit
-    return best
+    return best, best_bytes, best_s
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _fill(least: Least) -> None:
     count = least.numbers.gradient.size
     for s in range(count - 1, -1, -1):

@@ -34,9 +34,10 @@ class Numbers(NamedTuple):
         step: ``(L, L + 1)``, what boundary ``s'`` adds to boundary ``s < s'``.
         sweep: ``(L, L + 1)``, peak of the forwards ``s … s' - 1`` that keep only boundary ``s``,
             beyond that boundary and the gradient.
-        leaf_bytes: ``(L, 2)``, least memory of the interval ``(i, i)`` in each of its two ways:
-            ``F_all`` and ``B``, or a forward by itself and a rebuild later.
-        leaf_s: ``(L, 2)``, their seconds.
+        leaf_bytes: ``(L, 2 + O)``, least memory of the interval ``(i, i)`` in each of its ways:
+            ``F_all`` and ``B``, or a forward by itself and a rebuild later; and for the last stage,
+            ``F_all`` with each save option.
+        leaf_s: ``(L, 2 + O)``, their seconds, which are infinite if a stage does not have that way.
     """
 
     prefix_s: Floats
@@ -64,20 +65,24 @@ def numbers_of(chain: Chain, costs: Costs) -> Numbers:
     sweep = np.zeros_like(step)
     sweep[:, 1:] = np.maximum.accumulate(forward_peaks(step, stages), axis=1)
     rebuild = [stage.gradient_bytes + stage.rebuild_bytes for stage in stages]
-    leaf_bytes = [[nbytes, nbytes] for nbytes in rebuild]
-    leaf_s = [[stage.rebuild_s + stage.backward_s] * 2 for stage in stages]
+    prefix_s = np.cumsum([0.0, *(stage.forward_s for stage in stages)])
+    more = backward_s.shape[1] - 1
+    leaf_bytes = [[nbytes, nbytes, *[0] * more] for nbytes in rebuild]
+    leaf_s = [[stage.rebuild_s + stage.backward_s] * 2 + [math.inf] * more for stage in stages]
     last = stages[-1]
     run_bytes = last.gradient_bytes + int(sweep[-1, -1])
     leaf_bytes[-1] = [
         max(last.gradient_bytes + int(keep[-1, 0]), int(back[-1, 0])),
         max(run_bytes, rebuild[-1]),
+        *np.maximum(last.gradient_bytes + keep[-1, 1:], back[-1, 1:]).tolist(),
     ]
     leaf_s[-1] = [
         last.forward_s + last.backward_s,
         last.forward_s + last.rebuild_s + last.backward_s,
+        *(prefix_s[-1] - prefix_s[-2] + backward_s[-1, 1:]).tolist(),
     ]
     return Numbers(
-        prefix_s=np.cumsum([0.0, *(stage.forward_s for stage in stages)]),
+        prefix_s=prefix_s,
         gradient=np.array([stage.gradient_bytes for stage in stages], dtype=np.int64),
         backward_s=backward_s,
         saved=saved,
@@ -118,7 +123,14 @@ def without_saved_sets(numbers: Numbers) -> Numbers:
     """Return arrays of the same chain in which no saved set fits while another stage runs."""
     never = np.full((numbers.gradient.size, 1), 2 * MOST_BYTES)
     backward_s = np.ascontiguousarray(numbers.backward_s[:, :1])
-    return numbers._replace(backward_s=backward_s, saved=never, keep=never, back=never)
+    return numbers._replace(
+        backward_s=backward_s,
+        saved=never,
+        keep=never,
+        back=never,
+        leaf_bytes=np.ascontiguousarray(numbers.leaf_bytes[:, :2]),
+        leaf_s=np.ascontiguousarray(numbers.leaf_s[:, :2]),
+    )
 
 
 def most_bytes(stages: Sequence[StageCosts]) -> int:

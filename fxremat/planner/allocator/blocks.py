@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fxremat.jit import njit
+from fxremat.jit import entry, helper
 
 Ints = NDArray[np.int64]
 
@@ -97,7 +97,7 @@ def new_state(rules: Ints, *, streams: int, blocks: int) -> State:
     return State(table, np.empty((2 * streams, blocks), dtype=np.int64), pools, totals, rules)
 
 
-@njit(cache=True)
+@entry
 def take(state: State, size: int, stream: int) -> int:
     """Hand out a block of at least ``size`` bytes, and return its column in ``state.table``.
 
@@ -123,7 +123,7 @@ def take(state: State, size: int, stream: int) -> int:
     return block
 
 
-@njit(cache=True)
+@entry
 def put_back(state: State, block: int) -> None:
     """Free the block in column ``block``, and merge it with free neighbors in its segment."""
     table = state.table
@@ -139,7 +139,7 @@ def put_back(state: State, block: int) -> None:
     _enter_free(state, block)
 
 
-@njit(cache=True)
+@entry
 def replay(state: State, given: Ints, keys: Ints, sizes: Ints, steps: int) -> None:
     """Simulate ``steps`` equal steps; ``state.totals`` then has their peak bytes.
 
@@ -176,7 +176,7 @@ def replay(state: State, given: Ints, keys: Ints, sizes: Ints, steps: int) -> No
                 latest[key] = former[latest[key]]
 
 
-@njit(cache=True)
+@helper
 def _best_fit(state: State, pool: int, size: int) -> int:
     """Return the smallest free block of ``pool`` that may serve ``size`` bytes, or ``NONE``."""
     table, rules = state.table, state.rules
@@ -199,7 +199,7 @@ def _best_fit(state: State, pool: int, size: int) -> int:
     return best
 
 
-@njit(cache=True)
+@helper
 def _grow_segment(state: State, pool: int, size: int) -> int:
     """Grow the segment of ``pool`` until its last block has ``size`` bytes; return that block."""
     table, pools = state.table, state.pools
@@ -220,7 +220,7 @@ def _grow_segment(state: State, pool: int, size: int) -> int:
     return int(block)
 
 
-@njit(cache=True)
+@helper
 def _segment_bytes(rules: Ints, size: int) -> int:
     """Return the bytes to take from the device as the segment of a block of ``size`` bytes."""
     if size <= MOST_SMALL_BYTES:
@@ -230,7 +230,7 @@ def _segment_bytes(rules: Ints, size: int) -> int:
     return -(-size // (2 * MIB)) * 2 * MIB
 
 
-@njit(cache=True)
+@helper
 def _is_split(state: State, pool: int, nbytes: int, size: int) -> bool:
     """Return whether a block of ``nbytes`` is cut when it serves ``size`` bytes.
 
@@ -241,7 +241,7 @@ def _is_split(state: State, pool: int, nbytes: int, size: int) -> bool:
     return nbytes - size > MOST_SMALL_BYTES and size < state.rules[MOST_SPLIT]
 
 
-@njit(cache=True)
+@helper
 def _split(state: State, block: int, size: int) -> None:
     """Cut ``block`` to ``size`` bytes; the rest becomes a free block after it."""
     table, pool = state.table, state.table[POOL, block]
@@ -256,7 +256,7 @@ def _split(state: State, block: int, size: int) -> None:
     _enter_free(state, rest)
 
 
-@njit(cache=True)
+@helper
 def _join(state: State, first: int, second: int) -> None:
     """Merge ``second`` into ``first``, the block right before it in the segment."""
     table, totals = state.table, state.totals
@@ -270,7 +270,7 @@ def _join(state: State, first: int, second: int) -> None:
     table[AFTER, second], totals[UNUSED] = totals[UNUSED], second
 
 
-@njit(cache=True)
+@helper
 def _new_block(state: State, address: int, nbytes: int, pool: int) -> int:
     """Add a block without neighbors, not free, to the table; return its column."""
     table, totals = state.table, state.totals
@@ -285,7 +285,7 @@ def _new_block(state: State, address: int, nbytes: int, pool: int) -> int:
     return int(block)
 
 
-@njit(cache=True)
+@helper
 def _enter_free(state: State, block: int) -> None:
     """Add a block to the list of free blocks of its pool."""
     pool = state.table[POOL, block]
@@ -294,7 +294,7 @@ def _enter_free(state: State, block: int) -> None:
     state.pools[FREE, pool] += 1
 
 
-@njit(cache=True)
+@helper
 def _leave_free(state: State, block: int) -> None:
     """Remove a block from its pool's list of free blocks; the last of the list takes its place."""
     pool, place = state.table[POOL, block], state.table[PLACE, block]
@@ -304,7 +304,7 @@ def _leave_free(state: State, block: int) -> None:
     state.table[PLACE, block] = NONE
 
 
-@njit(cache=True)
+@helper
 def _reserve(totals: Ints, nbytes: int) -> None:
     """Add ``nbytes`` to the bytes taken from the device, and update their maximum."""
     totals[RESERVED] += nbytes

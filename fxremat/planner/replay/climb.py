@@ -21,7 +21,7 @@ import numpy as np
 
 from fxremat.effort import Effort
 from fxremat.ir.schedule import BACKWARD, KINDS
-from fxremat.jit import njit
+from fxremat.jit import entry, helper, pointer
 from fxremat.planner.replay.extract import DIRECT, INPUTS, NODES, READS, REBUILDS
 from fxremat.planner.replay.places import COLUMNS, At, Flags, Floats, Ints, Packed
 from fxremat.planner.replay.replay import (
@@ -92,7 +92,7 @@ def _reset_working_arrays(data: Ints, seconds: Floats, at: At) -> None:
     data[at.room : at.room + stages] = 0
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _weigh(
     data: Ints,
     seconds: Floats,
@@ -109,6 +109,7 @@ def _weigh(
     ``most`` is the table of :func:`_highest` of the peaks of calls.
     """
     at: At = packed[0]
+    data, seconds = pointer(data, 0), pointer(seconds, 0)
     _add_up(data, seconds, at)
     _find_room(data, at, codes, calls, most)
     count = 0
@@ -126,7 +127,7 @@ def _weigh(
     return count
 
 
-@njit(inline="always")
+@helper
 def _is_unheld(data: Ints, at: At, group: int) -> bool:
     """Return whether plans are forbidden to hold some result of the operations in ``group``."""
     is_unheld = False
@@ -135,7 +136,7 @@ def _is_unheld(data: Ints, at: At, group: int) -> bool:
     return is_unheld
 
 
-@njit(inline="always")
+@entry
 def mark_results(data: Ints, at: At, group: int, held: Flags) -> None:
     """Set ``held`` to 1 for the tensors in storages that a recomputation of ``group`` allocates.
 
@@ -154,7 +155,7 @@ def mark_results(data: Ints, at: At, group: int, held: Flags) -> None:
             held[node] = 1
 
 
-@njit(inline="always")
+@helper
 def _results(data: Ints, at: At, group: int) -> tuple[int, int]:
     """Mark, in ``at.marked``, the storages that a recomputation of ``group`` allocates.
 
@@ -177,13 +178,14 @@ def _results(data: Ints, at: At, group: int) -> tuple[int, int]:
     return count, nbytes
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _note_runs(data: Ints, seconds: Floats, packed: Packed, calls: Ints) -> None:
     """Write to ``at.ran`` and ``at.again_s`` what the last evaluation recomputes, and its seconds.
 
     What operations of a backward read directly is written to ``at.direct``.
     """
     at: At = packed[0]
+    data, seconds = pointer(data, 0), pointer(seconds, 0)
     forward = at.forward_count
     for call in range(data[at.total + COUNT]):
         lists = at.block + COLUMNS * calls[BLOCK, call]
@@ -198,7 +200,7 @@ def _note_runs(data: Ints, seconds: Floats, packed: Packed, calls: Ints) -> None
             data[at.direct + data[i]] = 1
 
 
-@njit(inline="always")
+@helper
 def _common(data: Ints, at: At, one: int, two: int) -> int:
     """Return the nearest common post-dominator of two groups; ``two`` if ``one`` is unset.
 
@@ -216,7 +218,7 @@ def _common(data: Ints, at: At, one: int, two: int) -> int:
     return one
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _build_tree(data: Ints, seconds: Floats, packed: Packed) -> None:
     """Write the immediate post-dominator of each rerun group of operations to ``at.parent``.
 
@@ -224,6 +226,7 @@ def _build_tree(data: Ints, seconds: Floats, packed: Packed) -> None:
     parent.
     """
     at: At = packed[0]
+    data, seconds = pointer(data, 0), pointer(seconds, 0)
     for group in range(at.forward_count - 1, -1, -1):
         data[at.parent + group] = _UNSET
         runs, out, parent, gained_s = False, False, _UNSET, 0.0
@@ -251,7 +254,7 @@ def _build_tree(data: Ints, seconds: Floats, packed: Packed) -> None:
             seconds[at.gained_s + group] = gained_s
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _note_saved(data: Ints, packed: Packed) -> None:
     """Fill ``at.freed`` with the bytes that holding an operation's result would free.
 
@@ -260,6 +263,7 @@ def _note_saved(data: Ints, packed: Packed) -> None:
     runs.
     """
     at: At = packed[0]
+    data = pointer(data, 0)
     storages = at.storage_count
     for node in range(at.nodes):
         if not data[at.saved + node]:
@@ -281,7 +285,7 @@ def _note_saved(data: Ints, packed: Packed) -> None:
             data[at.freed + above] += data[at.nbytes + storage]
 
 
-@njit(inline="always")
+@helper
 def _add_up(data: Ints, seconds: Floats, at: At) -> None:
     """Add ``at.gained_s`` and ``at.freed`` of each group to those of its parent.
 
@@ -294,7 +298,7 @@ def _add_up(data: Ints, seconds: Floats, at: At) -> None:
             seconds[at.gained_s + parent] += seconds[at.gained_s + group]
 
 
-@njit(inline="always")
+@helper
 def _find_room(data: Ints, at: At, codes: Ints, calls: Ints, most: Ints) -> None:
     """Write to ``at.room`` the bytes that are free below the peak while a stage's values are held.
 
@@ -408,7 +412,7 @@ def climb(
     return steps
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _mark_alike(
     data: Ints,
     packed: Packed,
@@ -438,6 +442,7 @@ def _mark_alike(
         The number of effects that were marked.
     """
     at: At = packed[0]
+    data = pointer(data, 0)
     left_bytes = step_bytes
     taken = 0
     for i in range(first, count):

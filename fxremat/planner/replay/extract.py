@@ -11,7 +11,7 @@ accesses. Loops that are called from Python, rather than from another loop, are 
 
 from __future__ import annotations
 
-from fxremat.jit import njit
+from fxremat.jit import entry, helper, pointer
 from fxremat.planner.replay.places import (
     AGAIN,
     BACK,
@@ -61,14 +61,15 @@ def resize(data: Ints, seconds: Floats, at: At) -> None:
         make_room(data, at, TABLE)  # drops all blocks: one has no seconds
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _time_all(data: Ints, seconds: Floats, packed: Packed) -> None:
     at: At = packed[0]
+    data, seconds = pointer(data, 0), pointer(seconds, 0)
     for block in range(data[at.counts + BLOCKS]):
         time_block(data, seconds, at, block)
 
 
-@njit(inline="always")
+@helper
 def time_block(data: Ints, seconds: Floats, at: At, block: int) -> None:
     """Write the seconds of what a block recomputes to ``at.block_s``.
 
@@ -86,7 +87,7 @@ def time_block(data: Ints, seconds: Floats, at: At, block: int) -> None:
     seconds[at.block_s + 2 * block], seconds[at.block_s + 2 * block + 1] = forward_s, rebuild_s
 
 
-@njit(cache=True, nogil=True)
+@helper
 def list_operations(data: Ints, at: At, stage: int, mode: int) -> int:
     """Write the operations of a stage's forward or backward to ``at.listed``; return how many.
 
@@ -103,14 +104,15 @@ def list_operations(data: Ints, at: At, stage: int, mode: int) -> int:
     return _with_sums(data, at, stage, begin, end)
 
 
-@njit(cache=True, nogil=True)
+@helper
 def place_sums(data: Ints, at: At) -> None:
     """Assign each sum of gradients of several branches to the last backward that it waits for.
 
     The stage of this backward is written to ``at.sum_at``.
     """
-    data[at.unusual : at.unusual + at.stages] = 0
-    data[at.sum_hash : at.sum_hash + 2 * at.stages] = 0
+    for stage in range(at.stages):
+        data[at.unusual + stage] = 0
+        data[at.sum_hash + 2 * stage] = data[at.sum_hash + 2 * stage + 1] = 0
     for i in range(at.sum_count):
         stage = data[data[at.sum_stages + i]]
         for k in range(data[at.sum_stages + i], data[at.sum_stages + i + 1]):
@@ -124,7 +126,7 @@ def place_sums(data: Ints, at: At) -> None:
             data[at.unusual + stage] = data[at.unusual + home] = 1
 
 
-@njit(inline="always")
+@helper
 def _with_sums(data: Ints, at: At, stage: int, begin: int, end: int) -> int:
     """Write a backward's operations to ``at.listed``, with each sum over branches; return how many.
 
@@ -173,7 +175,7 @@ def _with_sums(data: Ints, at: At, stage: int, begin: int, end: int) -> int:
     return count
 
 
-@njit(inline="always")
+@helper
 def can_give(data: Ints, at: At, mode: int, held: Flags, node: int) -> bool:
     """Return whether a call in ``mode`` can return ``node``.
 
@@ -185,7 +187,7 @@ def can_give(data: Ints, at: At, mode: int, held: Flags, node: int) -> bool:
     return mode != AGAIN or (data[at.pinned + node] == 0 and held[node] == 0)
 
 
-@njit(cache=True, nogil=True)
+@helper
 def block_of(data: Ints, at: At, held: Flags, stage: int, mode: int, option: int) -> int:
     """Return the number of the cached block that a call of ``stage`` runs.
 
@@ -251,7 +253,7 @@ def extract(data: Ints, seconds: Floats, at: At, held: Flags) -> None:
     data[at.block_at + entry] = block
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _select(
     data: Ints, packed: Packed, held: Flags, block: int, stage: int, mode: int, row: int, count: int
 ) -> int:
@@ -261,6 +263,7 @@ def _select(
     recomputes, or -1.
     """
     at: At = packed[0]
+    data, held = pointer(data, 0), pointer(held, 0)
     stamp = data[at.counts + STAMP]
     _record_asked(data, at, block, count)
     if mode != AGAIN:
@@ -284,7 +287,7 @@ def _select(
     return inside
 
 
-@njit(inline="always")
+@helper
 def _recompute(data: Ints, at: At, held: Flags, stage: int, row: int) -> bool:
     """Mark in ``at.again`` the forward operations that a backward recomputes; return whether any.
 
@@ -305,7 +308,7 @@ def _recompute(data: Ints, at: At, held: Flags, stage: int, row: int) -> bool:
     return recomputes
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _interleave(data: Ints, packed: Packed, inside: int, count: int, mode: int) -> int:
     """Write the nodes that a block runs to ``at.order``, in order of execution; return how many.
 
@@ -314,6 +317,7 @@ def _interleave(data: Ints, packed: Packed, inside: int, count: int, mode: int) 
     directly follow it.
     """
     at: At = packed[0]
+    data = pointer(data, 0)
     stamp = data[at.counts + STAMP]
     nodes = 0
     for i in range(inside, count):
@@ -346,7 +350,7 @@ def _interleave(data: Ints, packed: Packed, inside: int, count: int, mode: int) 
     return nodes
 
 
-@njit(inline="always")
+@helper
 def _record_asked(data: Ints, at: At, block: int, count: int) -> None:
     """Write the tensors that a block has to return to ``at.arena``, as the first of its lists."""
     top = data[at.counts + TOP]
@@ -359,7 +363,7 @@ def _record_asked(data: Ints, at: At, block: int, count: int) -> None:
     data[at.counts + TOP] = top
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _record(
     data: Ints,
     seconds: Floats,
@@ -376,6 +380,7 @@ def _record(
     values that backward operations read.
     """
     at: At = packed[0]
+    data, seconds = pointer(data, 0), pointer(seconds, 0)
     stamp = data[at.counts + STAMP]
     top = data[at.counts + TOP]
     data[at.block + COLUMNS * block + NODES] = top

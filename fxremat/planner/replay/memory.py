@@ -7,7 +7,7 @@ storages that are held elsewhere.
 
 from __future__ import annotations
 
-from fxremat.jit import njit
+from fxremat.jit import helper
 from fxremat.planner.replay.extract import (
     END,
     FAILED,
@@ -20,7 +20,7 @@ from fxremat.planner.replay.extract import (
 from fxremat.planner.replay.places import AGAIN, COLUMNS, UNKNOWN, At, Ints, find, mixed
 
 
-@njit(inline="always")
+@helper
 def footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
     """Return the place in ``data`` of a block's peak in bytes; its change in held bytes follows.
 
@@ -58,7 +58,7 @@ def footprint(data: Ints, at: At, block: int, mode: int, outputs: int) -> int:
     return place
 
 
-@njit(cache=True, nogil=True)
+@helper
 def run_block(data: Ints, at: At, block: int, mode: int, outputs: int) -> tuple[int, int]:
     """Return a block's peak in bytes and the bytes held at its end, both less those at its start.
 
@@ -114,7 +114,7 @@ def run_block(data: Ints, at: At, block: int, mode: int, outputs: int) -> tuple[
     return peak, now
 
 
-@njit(inline="always")
+@helper
 def _mark_last_uses(data: Ints, at: At, begin: int, end: int) -> None:
     """Write to ``at.last``, for each storage, the last operation of a block that uses it.
 
@@ -136,7 +136,7 @@ def _mark_last_uses(data: Ints, at: At, begin: int, end: int) -> None:
             data[at.last + data[j]] = i
 
 
-@njit(inline="always")
+@helper
 def _made(data: Ints, at: At, node: int, again: int) -> tuple[int, int]:
     """Return where the list of storages of a node's results begins and ends in ``data``.
 
@@ -148,7 +148,7 @@ def _made(data: Ints, at: At, node: int, again: int) -> tuple[int, int]:
     return first, data[at.storages + node + 1]
 
 
-@njit(inline="always")
+@helper
 def _released(data: Ints, at: At, storage: int, place: int, stamp: int) -> int:
     """Return the bytes that are freed if the operation at ``place`` uses ``storage`` last, else 0.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fxremat.jit import njit
+from fxremat.jit import helper
 from fxremat.passes.stages.block import Mode
 
 Ints = NDArray[np.int64]
@@ -112,7 +112,7 @@ class At:
         raise AttributeError(name)
 
 
-@njit(inline="always")
+@helper
 def mixed(a: int, b: int) -> int:
     """Return a hash of the pair ``(a, b)`` as a 64-bit integer."""
     x = np.uint64(a) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(b)
@@ -121,7 +121,7 @@ def mixed(a: int, b: int) -> int:
     return int(np.int64(x ^ (x >> np.uint64(31))))
 
 
-@njit(inline="always")
+@helper
 def find(data: Ints, table: int, one: int, two: int) -> int:
     """Return the index of the key ``(one, two)`` in the hash table at ``data[table]``.
 

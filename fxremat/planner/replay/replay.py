@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from fxremat.ir.schedule import ALL, BACKWARD, KINDS
-from fxremat.jit import njit
+from fxremat.jit import entry, helper, pointer
 from fxremat.planner.replay.extract import (
     ASKED,
     DIRECT,
@@ -113,7 +113,7 @@ def _walk(
     return total_s
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _go_on(
     data: Ints,
     seconds: Floats,
@@ -132,6 +132,7 @@ def _go_on(
         made.
     """
     at: At = packed[0]
+    data, seconds, held = pointer(data, 0), pointer(seconds, 0), pointer(held, 0)
     last = (at.stages - 1) * KINDS + BACKWARD
     count, loss_point = data[at.total + COUNT], data[at.total + LOSS_POINT]
     following = codes[calls[OP, count - 1]] if count else -1
@@ -176,7 +177,7 @@ def _go_on(
     return _end(data, at, calls, call_s, count, loss_point)
 
 
-@njit(inline="always")
+@helper
 def _ask(data: Ints, at: At, node: int, why: int) -> None:
     """Note in ``at.needed`` that an earlier call has to return the tensor ``node``, and why."""
     if data[at.needed + node] & STAYS == 0 and why & STAYS:
@@ -185,7 +186,7 @@ def _ask(data: Ints, at: At, node: int, why: int) -> None:
     data[at.needed + node] |= why
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _give(data: Ints, at: At, held: Flags, stage: int, mode: int) -> int:
     """Write the tensors that a call returns to ``at.listed``, and return how many they are.
 
@@ -213,7 +214,7 @@ def _give(data: Ints, at: At, held: Flags, stage: int, mode: int) -> int:
     return outputs
 
 
-@njit(inline="always")
+@helper
 def _hand_over(data: Ints, at: At, outputs: int, stamp: int) -> None:
     """Add the bytes of gradients that are freed right after a call to ``HANDED_BYTES``.
 
@@ -234,21 +235,23 @@ def _hand_over(data: Ints, at: At, outputs: int, stamp: int) -> None:
                 data[at.counts + HANDED_BYTES] += data[at.nbytes + storage]
 
 
-@njit(cache=True, nogil=True)
+@entry
 def _begin(data: Ints, packed: Packed, codes: Ints, held: Flags) -> None:
     """Reset the arrays for an evaluation of ``codes``, and ask for what the step returns."""
     at: At = packed[0]
-    data[at.needed : at.needed + at.nodes] = 0
-    data[at.saved : at.saved + at.nodes] = 0
-    data[at.alive : at.alive + at.storage_count] = 0
+    data, held = pointer(data, 0), pointer(held, 0)
+    for node in range(at.nodes):
+        data[at.needed + node] = data[at.saved + node] = 0
+    for storage in range(at.storage_count):
+        data[at.alive + storage] = 0
     for k in range(data[at.later], data[at.later + 1]):
         _ask(data, at, data[k], HANDED if data[at.handed + data[k]] else LATER)
         data[at.saved + data[k]] = 1
     for k in range(data[at.returned], data[at.returned + 1]):
         _ask(data, at, data[k], RETURNED)
-    data[at.keeps : at.keeps + at.stages] = 0
-    data[at.runs : at.runs + at.stages] = 0
-    data[at.back : at.back + at.stages] = -1
+    for stage in range(at.stages):
+        data[at.keeps + stage] = data[at.runs + stage] = 0
+        data[at.back + stage] = -1
     for i in range(codes.size):
         stage, kind = codes[i] // KINDS, codes[i] % KINDS
         if kind == BACKWARD:
@@ -257,16 +260,17 @@ def _begin(data: Ints, packed: Packed, codes: Ints, held: Flags) -> None:
         data[at.runs + stage] += 1
         if kind >= ALL:
             data[at.keeps + stage] = kind - ALL
-    data[at.held_hash : at.held_hash + 2 * at.stages] = 0
     for stage in range(at.stages):
+        one = two = 0
         for node in range(data[at.forward + stage], data[at.forward + stage + 1]):
             if held[node]:
-                data[at.held_hash + 2 * stage] ^= data[at.random + 2 * at.width + node]
-                data[at.held_hash + 2 * stage + 1] ^= data[at.random + 3 * at.width + node]
+                one ^= data[at.random + 2 * at.width + node]
+                two ^= data[at.random + 3 * at.width + node]
+        data[at.held_hash + 2 * stage], data[at.held_hash + 2 * stage + 1] = one, two
     place_sums(data, at)
 
 
-@njit(inline="always")
+@helper
 def _call_seconds(
     data: Ints, seconds: Floats, at: At, block: int, stage: int, mode: int, rebuilds: bool
 ) -> float:
@@ -288,7 +292,7 @@ def _call_seconds(
     return total_s
 
 
-@njit(inline="always")
+@helper
 def _end(data: Ints, at: At, calls: Ints, call_s: Floats, count: int, loss_point: int) -> float:
     """Reverse the calls, add up their memory into ``At.total``, and return the seconds of the step.
 
@@ -390,7 +394,7 @@ def run_single_call(
     return int(calls[PEAK, 0]), int(calls[HELD, 0]), read.size
 
 
-@njit(cache=True, nogil=True)
+@entry
 def find_lives(data: Ints, packed: Packed, calls: Ints, last: Ints, after: Ints) -> None:
     """Find the calls of the last evaluation that use each storage around the loss point.
 
@@ -401,6 +405,7 @@ def find_lives(data: Ints, packed: Packed, calls: Ints, last: Ints, after: Ints)
         after: shape ``(S,)``, filled with the first backward call that reads it, or -1.
     """
     at: At = packed[0]
+    data = pointer(data, 0)
     last[:] = after[:] = -1
     loss_point = data[at.total + LOSS_POINT]
     for call in range(data[at.total + COUNT]):

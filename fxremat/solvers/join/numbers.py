@@ -125,7 +125,8 @@ def _after_trunk(branch: Numbers, stages: tuple[StageCosts, ...]) -> Numbers:
     """
     last = stages[-1]
     branch.leaf_bytes[-1] = last.gradient_bytes + last.rebuild_bytes
-    branch.leaf_s[-1] = last.rebuild_s + last.backward_s
+    branch.leaf_s[-1, :2] = last.rebuild_s + last.backward_s
+    branch.leaf_s[-1, 2:] = np.inf
     backward_s = branch.backward_s.copy()
     backward_s[-1, 1:] = np.inf
     return branch._replace(backward_s=backward_s)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxremat.jit import njit
+from fxremat.jit import entry, helper, pointer
 from fxremat.solvers.join.numbers import JoinNumbers
 from fxremat.solvers.kernels import in_slots, lower, row_of
 from fxremat.solvers.least import ANY_BYTES, is_better
@@ -85,7 +85,7 @@ class JoinLeast(NamedTuple):
     segment_s: Floats
 
 
-@njit(inline="always")
+@helper
 def _heads_of(n: JoinNumbers, number: int, p: Ints) -> bool:
     """Write the heads with a number into ``p``, and return whether all are ends of branches.
 
@@ -98,7 +98,7 @@ def _heads_of(n: JoinNumbers, number: int, p: Ints) -> bool:
     return at_ends
 
 
-@njit(inline="always")
+@helper
 def _state_row(n: JoinNumbers, state: State) -> int:
     """Return the row of a state in the tables.
 
@@ -110,7 +110,7 @@ def _state_row(n: JoinNumbers, state: State) -> int:
     return row
 
 
-@njit(inline="always")
+@helper
 def _is_state(n: JoinNumbers, p: Ints, h: int) -> bool:
     """Return whether heads ``p`` (held boundaries of branches) and mask ``h`` are consistent.
 
@@ -122,7 +122,7 @@ def _is_state(n: JoinNumbers, p: Ints, h: int) -> bool:
     return possible
 
 
-@njit(inline="always")
+@helper
 def _more_in_backward(n: JoinNumbers, p: Ints, h: int, b: int) -> int:
     """Return how many more bytes are free in a backward of branch ``b`` than in its forward.
 
@@ -138,7 +138,7 @@ def _more_in_backward(n: JoinNumbers, p: Ints, h: int, b: int) -> int:
     return nbytes
 
 
-@njit(inline="always")
+@helper
 def _can_cut_trunk(n: JoinNumbers, p: Ints, h: int) -> bool:
     """Return whether the trunk may free the last boundaries of the branches.
 
@@ -150,7 +150,7 @@ def _can_cut_trunk(n: JoinNumbers, p: Ints, h: int) -> bool:
     return possible
 
 
-@njit(cache=True, nogil=True)
+@entry
 def sweep_order(n: JoinNumbers, p: Ints) -> Ints:
     """Return the order in which to run the branches to their ends with the least peak.
 
@@ -164,7 +164,7 @@ def sweep_order(n: JoinNumbers, p: Ints) -> Ints:
     return np.argsort(gain, kind="mergesort")
 
 
-@njit(inline="always")
+@helper
 def _set(
     into: Choices,
     i: int,
@@ -184,7 +184,7 @@ def _set(
     return i + 1
 
 
-@njit(cache=True, nogil=True)
+@helper
 def list_choices(n: JoinNumbers, state: State, into: Choices) -> int:
     """Write all choices of a state into the buffers ``into``, and return their number."""
     number, h, t = state
@@ -216,7 +216,7 @@ def list_choices(n: JoinNumbers, state: State, into: Choices) -> int:
     return _list_trunk_cuts(n, state, p, into, count) if t and _can_cut_trunk(n, p, h) else count
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _list_trunk_cuts(n: JoinNumbers, state: State, p: Ints, into: Choices, count: int) -> int:
     """Add the choices that keep the held boundaries of all branches and cut the trunk.
 
@@ -252,7 +252,7 @@ def _list_trunk_cuts(n: JoinNumbers, state: State, p: Ints, into: Choices, count
     return count
 
 
-@njit(inline="always")
+@helper
 def _lower(out: Floats, inner: Floats, row: Floats, begin: int, shift: int, more: int) -> None:
     """Lower ``out[m]`` to ``inner[m - shift] + row[m + more]`` for ``m >= begin``, if that is less.
 
@@ -267,14 +267,15 @@ def _lower(out: Floats, inner: Floats, row: Floats, begin: int, shift: int, more
         return  # rows never increase, so no entry would be lower
     middle = max(begin, min(size, row.size - more))
     if begin < middle:
-        late, early = inner[begin - shift : middle - shift], row[begin + more : middle + more]
-        lower(out[begin:middle], late, early, late[-1] + early[-1])
+        late, early = pointer(inner, begin - shift), pointer(row, begin + more)
+        bound = inner[middle - 1 - shift] + row[middle - 1 + more]
+        lower(pointer(out, begin), late, early, middle - begin, bound)
     for m in range(middle, size):
         value = inner[m - shift] + row[last]
         out[m] = value if value < out[m] else out[m]
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _fill_state(table: JoinTable, state: State, choices: Choices) -> None:
     """Compute the row of a state from those of the following states; ``choices`` is a buffer."""
     n, quantum = table.numbers, table.quantum
@@ -297,7 +298,7 @@ def _fill_state(table: JoinTable, state: State, choices: Choices) -> None:
             _lower(out, inner, row, begin, shift, -in_slots(c[SEGMENT_BYTES], quantum))
 
 
-@njit(cache=True, nogil=True)
+@entry
 def fill(table: JoinTable, choices: Choices) -> None:
     """Compute all rows of ``table``, from the ends of the branches to their inputs.
 
@@ -314,7 +315,7 @@ def fill(table: JoinTable, choices: Choices) -> None:
                     _fill_state(table, (number, h, t), choices)
 
 
-@njit(cache=True, nogil=True)
+@entry
 def choose(table: JoinTable, state: State, m: int, choices: Choices) -> int:
     """Return the choice whose seconds are entry ``m`` of a state's row, by adding them up again.
 
@@ -347,7 +348,7 @@ def choose(table: JoinTable, state: State, m: int, choices: Choices) -> int:
     return -1
 
 
-@njit(cache=True, nogil=True)
+@entry
 def choose_least(
     least: JoinLeast, state: State, available: int, choices: Choices
 ) -> tuple[int, int, float]:
@@ -382,7 +383,7 @@ def choose_least(
     return best, limit, best_s
 
 
-@njit(cache=True, nogil=True)
+@entry
 def fill_least(least: JoinLeast, choices: Choices) -> None:
     """Fill ``memory`` and ``seconds`` of ``least`` for every state; ``choices`` is a buffer."""
     n = least.numbers

@@ -47,7 +47,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxremat.ir import Problem, Solution
-from fxremat.jit import njit
+from fxremat.jit import entry
 from fxremat.solvers.numbers import Floats, Ints
 from fxremat.solvers.papers.offload.greedy import eager
 from fxremat.solvers.papers.offload.line import OffloadChain
@@ -261,7 +261,7 @@ def _totals(line: OffloadChain, states: _States, quantum: int) -> Floats:
     return totals
 
 
-@njit(cache=True)
+@entry
 def _undominated(
     kept: Ints, forth: Floats, back: Floats, idle_s: Floats, offload_rate: float, rate: float
 ) -> Ints:

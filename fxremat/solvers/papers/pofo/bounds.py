@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from fxremat.jit import njit
+from fxremat.jit import entry, helper
 from fxremat.solvers.kernels import row_of
 from fxremat.solvers.papers.pofo.sweep import Limits, Sweep
 
 
-@njit(cache=True, nogil=True)
+@entry
 def fill_bounds(sweep: Sweep, limits: Limits, begin: int, stride: int, node: int) -> None:
     """Fill the lower bounds of what follows one node, for slots ``begin, begin + stride, …``.
 
@@ -39,7 +39,7 @@ def fill_bounds(sweep: Sweep, limits: Limits, begin: int, stride: int, node: int
             _bound_ck(sweep, limits, node, m)
 
 
-@njit(inline="always")
+@helper
 def _lower(
     limits: Limits,
     node: int,
@@ -63,7 +63,7 @@ def _lower(
         out[k] = min(out[k], value)
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _bound_last(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
     n = sweep.numbers
     most_free = (m + 1) * sweep.fronts.quantum - 1
@@ -73,7 +73,7 @@ def _bound_last(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
             _lower(limits, node, m, takes, (-1, -1))
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _bound_all(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
     n = sweep.numbers
     i = node // 2
@@ -91,7 +91,7 @@ def _bound_all(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
         _lower(limits, node, m, takes, (2 * i + 3, left))
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _bound_ck(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
     n = sweep.numbers
     i = node // 2
@@ -113,7 +113,7 @@ def _bound_ck(sweep: Sweep, limits: Limits, node: int, m: int) -> None:
             _lower(limits, node, m, takes, (2 * cut, left))
 
 
-@njit(inline="always")
+@helper
 def _least_work(sweep: Sweep, s: int, cut: int, m: int) -> float:
     """Return the least seconds to run stages ``s … cut - 1`` backward that may fit ``m`` slots.
 

@@ -136,8 +136,8 @@ def _without_last(numbers: Numbers) -> Numbers:
         back=_contiguous_corner(n.back, count, 1),
         step=_contiguous_corner(n.step, count, count + 1),
         sweep=_contiguous_corner(n.sweep, count, count + 1),
-        leaf_bytes=n.leaf_bytes[:count],
-        leaf_s=n.leaf_s[:count],
+        leaf_bytes=_contiguous_corner(n.leaf_bytes, count, 2),
+        leaf_s=_contiguous_corner(n.leaf_s, count, 2),
     )
 
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxremat.jit import njit
+from fxremat.jit import entry, helper
 from fxremat.solvers.kernels import all_bytes, ck_bytes, in_slots, row_of
 from fxremat.solvers.least import Least
 from fxremat.solvers.numbers import Floats, Ints, Numbers
@@ -66,7 +66,7 @@ class Fronts(NamedTuple):
     least_lag: Floats
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _insert(work: Floats, lag: Floats, size: int, new_work: float, new_lag: float) -> int:
     """Insert an entry into a Pareto front unless it is dominated, and return the front's new size.
 
@@ -96,7 +96,7 @@ def _insert(work: Floats, lag: Floats, size: int, new_work: float, new_lag: floa
     return size - (end - at) + 1
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _thin(work: Floats, lag: Floats, size: int) -> int:
     """Drop an entry of a Pareto front, and return the front's new size.
 
@@ -115,7 +115,7 @@ def _thin(work: Floats, lag: Floats, size: int) -> int:
     return size - 1
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _is_dominated(work: Floats, lag: Floats, size: int, new_work: float, new_lag: float) -> bool:
     """Return whether an entry of the front has at most the work and the lag of the new one."""
     for k in range(size):
@@ -126,7 +126,7 @@ def _is_dominated(work: Floats, lag: Floats, size: int, new_work: float, new_lag
     return False
 
 
-@njit(inline="always")
+@helper
 def _of_all(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tuple[float, float]:
     """Return work and lag of a sequence that runs stage ``s`` around one of stages ``s + 1 … t``.
 
@@ -147,7 +147,7 @@ def _of_all(fronts: Fronts, s: int, t: int, work: float, lag: float) -> tuple[fl
     return takes, max(lags, takes + n.back[s, 0] * byte_s)
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _front(
     fronts: Fronts, s: int, t: int, m: int, want: tuple[float, float], work: Floats, lag: Floats
 ) -> tuple[int, int, int, int]:
@@ -213,7 +213,7 @@ def _front(
     return size, -1, -1, -1
 
 
-@njit(cache=True, nogil=True)
+@entry
 def fill_fronts(fronts: Fronts, distance: int, begin: int, stride: int) -> None:
     """Fill the fronts of intervals ``(s, s + distance)`` with ``s = begin, begin + stride, …``.
 
@@ -237,7 +237,7 @@ def fill_fronts(fronts: Fronts, distance: int, begin: int, stride: int) -> None:
             fronts.lag[row, m, :size] = lag[:size]
 
 
-@njit(cache=True, nogil=True)
+@entry
 def explain(fronts: Fronts, s: int, t: int, m: int, k: int) -> tuple[int, int, int]:
     """Return of which parts entry ``k`` of the front of ``(s, t)`` consists, for ``s < t``.
 
@@ -257,7 +257,7 @@ def explain(fronts: Fronts, s: int, t: int, m: int, k: int) -> tuple[int, int, i
     return cut, late, early
 
 
-@njit(cache=True, nogil=True)
+@entry
 def fill_least_lags(fronts: Fronts) -> None:
     """Fill ``fronts.least_lag``, the lags of the sequences of least memory of all intervals."""
     n, least, lag, byte_s = fronts.numbers, fronts.least, fronts.least_lag, fronts.byte_s

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxremat.jit import njit
+from fxremat.jit import entry, helper
 from fxremat.solvers.kernels import row_of
 from fxremat.solvers.numbers import Floats, Ints, Numbers
 from fxremat.solvers.papers.pofo.intervals import Fronts
@@ -129,7 +129,7 @@ class Limits(NamedTuple):
     slack_s: float
 
 
-@njit(inline="always", cache=True, nogil=True)
+@entry
 def segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int, float]:
     """Return the sequence that runs stages ``s … cut - 1`` backward in the least time.
 
@@ -167,7 +167,7 @@ def segment(sweep: Sweep, s: int, cut: int, free: int, back: float) -> tuple[int
     return best, best_s
 
 
-@njit(inline="always")
+@helper
 def _put(
     labels: Labels,
     node: int,
@@ -221,7 +221,7 @@ def _put(
         labels.worst[node] = labels.bound[node, _worst(labels, node)]
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _worst(labels: Labels, node: int) -> int:
     """Return the index of the label with the greatest ``bound`` at a node that is full."""
     worst = 0
@@ -231,7 +231,7 @@ def _worst(labels: Labels, node: int) -> int:
     return worst
 
 
-@njit(cache=True, nogil=True)
+@helper
 def _swap(labels: Labels, node: int, a: int, b: int) -> None:
     for values in (labels.held, labels.parent, labels.origin):
         values[node, a], values[node, b] = values[node, b], values[node, a]
@@ -239,7 +239,7 @@ def _swap(labels: Labels, node: int, a: int, b: int) -> None:
         times[node, a], times[node, b] = times[node, b], times[node, a]
 
 
-@njit(inline="always")
+@helper
 def _offer(
     sweep: Sweep,
     labels: Labels,
@@ -266,7 +266,7 @@ def _offer(
         _put(labels, node, (held, spent, out, back, spent + bound), came, limits.slack_s)
 
 
-@njit(cache=True, nogil=True)
+@entry
 def expand_ck(
     sweep: Sweep, labels: Labels, limits: Limits, node: int, cuts: tuple[int, int, int]
 ) -> None:
@@ -309,7 +309,7 @@ def expand_ck(
                 _offer(sweep, labels, limits, 2 * cut, new, (label, 2 * node + moved))
 
 
-@njit(cache=True, nogil=True)
+@entry
 def expand_all(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> None:
     """Extend the labels of a node by a forward that keeps everything for its backward.
 
@@ -342,7 +342,7 @@ def expand_all(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> None:
             _offer(sweep, labels, limits, 2 * i + 3, new, (label, 2 * node + moved))
 
 
-@njit(cache=True, nogil=True)
+@entry
 def finish(sweep: Sweep, labels: Labels, limits: Limits, node: int) -> tuple[int, int]:
     """Extend the labels of the last stage's node to whole schedules, and choose the fastest.
 
