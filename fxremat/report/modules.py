@@ -79,8 +79,8 @@ def joined(outer: str, module: str) -> str:
 def repeated(modules: Sequence[str]) -> str:
     """Return one name for modules with the same pattern, such as ``blocks.0–4.mlp``.
 
-    Numbers without gaps are a range; of others, up to four are listed (``blocks.0,2.mlp``), and of
-    more the first and the last (``blocks.0…9.mlp``).
+    Numbers without gaps are a range. Of others, up to four are listed (``blocks.{0,2}.mlp``); of
+    more, the first and the last (``blocks.{0,…,9}.mlp``).
     """
     columns = zip(*(module.split(".") for module in modules), strict=True)
     return ".".join(
@@ -93,7 +93,8 @@ def _numbers(numbers: Sequence[int]) -> str:
     first, last = numbers[0], numbers[-1]
     if last - first == len(numbers) - 1:
         return span(first, last)
-    return ",".join(map(str, numbers)) if len(numbers) <= MOST_NUMBERS else f"{first}…{last}"
+    listed = ",".join(map(str, numbers)) if len(numbers) <= MOST_NUMBERS else f"{first},…,{last}"
+    return f"{{{listed}}}"
 
 
 def named(modules: Sequence[str]) -> str:

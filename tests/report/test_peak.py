@@ -149,8 +149,8 @@ def test_the_path_in_a_region_is_one_in_the_model(outer: str, module: str, path:
     ("modules", "name"),
     [
         (["layers.0.up", "layers.1.up", "layers.2.up"], "layers.0–2.up"),
-        (["layers.0.up", "layers.2.up"], "layers.0,2.up"),
-        ([f"layers.{i}" for i in (0, 2, 4, 6, 8)], "layers.0…8"),
+        (["layers.0.up", "layers.2.up"], "layers.{0,2}.up"),
+        ([f"layers.{i}" for i in (0, 2, 4, 6, 8)], "layers.{0,…,8}"),
         (["layers.0.experts.1", "layers.1.experts.0"], "layers.0–1.experts.0–1"),
         (["head", "head"], "head"),
         (["", ""], ""),
