@@ -24,7 +24,7 @@ NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 
 BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
-AMOUNT = re.compile(rf"({NUMBER}) ?({'|'.join(BYTES)})?(ns|µs|ms|s)?(?!\w)")
+AMOUNT = re.compile(rf"({NUMBER})(?: ?(?:({'|'.join(BYTES)})|(ns|µs|ms|s))(?!\w))?")
 
 COMPARED_BYTES = 1 << 20
 """Smaller amounts are not compared: they are rounded too much."""
