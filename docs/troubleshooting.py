@@ -59,7 +59,7 @@ NOTES = {
     "ArgumentError": "An argument other than the budget is wrong. The error is a `ValueError` and "
     "a `TypeError`, and has `argument` and `value`.",
     "BackwardError": "A planned step cannot give this backward, or it would be wrong. The error is "
-    "a `RuntimeError`, as autograd's own.",
+    "a `RuntimeError`, as errors of autograd are.",
     "HostMemoryError": "With `offload=`, host memory cannot be allocated. `error.asked_bytes` is "
     "the number of bytes requested.",
     "TransferError": "With `offload=`, a copy between device and host was not made, or is "

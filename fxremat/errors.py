@@ -44,7 +44,7 @@ class _Coded(Exception):  # noqa: N818, the base of warnings, too
         return super().__str__()
 
     def __str__(self) -> str:
-        """Return the message and, on a line of its own, the code and where it is explained."""
+        """Return the message and, on a separate line, the code and where it is explained."""
         if not self.code:
             return self.message
         place = f"{PAGE}#{self.code.lower()}"

@@ -143,7 +143,7 @@ BREAKS = (
         "Nothing of the model is planned",
         why="No operation of the model that has a gradient can be captured, or the model returns "
         "only views of its parameters and inputs. It runs as without fxremat.",
-        remedy="Move code that can be captured into modules or functions of its own. A model of "
+        remedy="Move code that can be captured into separate modules or functions. A model of "
         "views needs no plan: use it without fxremat.",
         trouble="""
         class Seen(nn.Module):

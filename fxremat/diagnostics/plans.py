@@ -192,7 +192,7 @@ PLANS = (
         "violates it.",
         remedy="Repair the pass, or correct its contract. A pass of fxremat itself that violates "
         "its contract is a fault: please report it.",
-        needs="a pass of your own",
+        needs="a custom pass",
         test="tests/passes/test_check.py::test_what_every_pass_keeps_of_a_traced_graph",
     ),
     Diagnostic(
@@ -226,10 +226,10 @@ PLANS = (
         ScheduleError,
         "A schedule cannot be run",
         why="A generator of yours has given a schedule that reads what nothing computes, or that "
-        "has too many operations. From `fxremat.compile` without a generator of your own, this "
+        "has too many operations. From `fxremat.compile` without a custom generator, this "
         "is a fault of fxremat.",
-        remedy="Let the forward of each stage come before its backward. Without a generator of "
-        "your own, please report this.",
+        remedy="Let the forward of each stage come before its backward. Without a custom "
+        "generator, please report this.",
         trouble="""
         from fxremat.ir import Backward, Schedule
         from fxremat.ir.schedule import coded

@@ -49,8 +49,8 @@ BACKWARD = (
         "FXR703",
         BackwardError,
         "Gradients of a planned step cannot be differentiated again",
-        why="The backward is called with `create_graph=True`, but it was compiled without a graph "
-        "of its own.",
+        why="The backward is called with `create_graph=True`, but it was compiled without a "
+        "separate graph.",
         remedy="Use the original model for that step, or call `backward()` without `create_graph`.",
         trouble="""
         compiled = fxremat.compile(model, x, "64 MiB")
@@ -161,7 +161,7 @@ HOST = (
         "FXR711",
         HostMemoryError,
         "Host memory would exceed its limit",
-        why="Each step that has begun and not ended has host memory of its own. A step begins "
+        why="Each step that has begun and not ended has separate host memory. A step begins "
         "before earlier ones ended, or one step needs more than `HostMemory(limit=)` allows.",
         remedy="Raise the limit, or end one step before the next one begins: outputs that are "
         "still held keep the host memory of their step.",
@@ -295,7 +295,7 @@ RANKS = (
         "Processes run different steps",
         why="The processes have captured different graphs, compile models in another order, or "
         "make calls of other sizes. With collectives in the graph, they would wait for each other "
-        "for ever.",
+        "forever.",
         remedy="Train the same model in all processes, with one version of fxremat and torch, "
         "and with batches of one size.",
         needs="several processes",
