@@ -1,20 +1,22 @@
 """``fxremat doctor`` on models of transformers and timm, and whether its text comes true.
 
-For each model the command runs in a process of its own. Then the model is trained within the least
-budget that it printed, and within 0.6 of the memory with everything kept, each in a fresh process.
+For each model, in a process of its own, the command runs first. Then the model is trained within
+the least budget that it printed, and within 0.6 of the memory with everything kept.
 
-    python -m benchmarks.doctor            # all, into benchmarks/results/doctor.json
-    python -m benchmarks.doctor llama t5   # some; the other rows of the file stay
+    python -m benchmarks.doctor              # all, into benchmarks/results/doctor.json
+    python -m benchmarks.doctor llama t5     # some; the other rows of the file stay
+    python -m benchmarks.doctor --no-parts   # faster: nothing in parts (--forms norms)
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from typing import Any
@@ -25,6 +27,7 @@ from torch import nn
 import fxremat
 from benchmarks import doctor_models
 from benchmarks.common import rows_but, save, show
+from fxremat.command import main as command
 from fxremat.costs.measured.measure import peak_of
 
 SHARE = 0.6
@@ -46,7 +49,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
     return outputs.square().mean() if found is None else found
 
 
-def train(name: str, budget: str) -> dict[str, Any]:
+def train(name: str, budget: str, forms: str) -> dict[str, Any]:
     """Train a model within a budget, and measure the peak of each step.
 
     The first ``PLANNED_STEPS`` steps of a model in several graphs plan and observe it, and are not
@@ -61,7 +64,13 @@ def train(name: str, budget: str) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with warnings.catch_warnings(record=True) as issued:
         warnings.simplefilter("always")
-        compiled = fxremat.compile(model, sample, written, loss="own" if own else None)
+        compiled = fxremat.compile(
+            model,
+            sample,
+            written,
+            loss="own" if own else None,
+            effort=fxremat.Effort(forms=(forms,)) if forms else 1.0,
+        )
         peaks: list[int] = []
 
         def step() -> None:
@@ -106,63 +115,72 @@ def _measured(model: nn.Module, held: Any, step: Any) -> int:
     return peak_of(step, device=torch.device("cpu"), resident_bytes=sum(storages.values()))
 
 
-def _run(arguments: list[str], cache: str = "0") -> tuple[int, str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FXREMAT_PROGRESS": "0"}
-    environment["FXREMAT_CACHE"] = cache
-    ran = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    return ran.returncode, _bare(ran.stdout), _bare(ran.stderr)
-
-
 def _bare(text: str) -> str:
     """Text with paths of packages relative to the folder of packages."""
     return re.sub(r"[^\s\"':]*/(?:site|dist)-packages/", "", text)
 
 
-def _trained(name: str, budget: str, cache: str) -> dict[str, Any]:
-    code, out, error = _run(["benchmarks.doctor", "--train", name, budget], cache)
-    if code:
-        return {"error": (error.strip().splitlines() or [f"exit code {code}"])[-1][:600]}
-    found: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return found
+def _trained(name: str, budget: str, forms: str) -> dict[str, Any]:
+    try:
+        return train(name, budget, forms)
+    except Exception as error:
+        return {"error": _bare(f"{type(error).__name__}: {error}")[:600]}
 
 
-def row_of(name: str) -> dict[str, Any]:
-    """What the command says of a model, and what training shows."""
+def examine(name: str, forms: str) -> dict[str, Any]:
+    """What the command says of a model, and what training shows; in a process of its own."""
     begun_s = time.perf_counter()
-    code, out, error = _run(["fxremat", "doctor", f"benchmarks.doctor_models:{name}", "--json"])
+    arguments = ["doctor", f"benchmarks.doctor_models:{name}", "--json"]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = command([*arguments, *(["--forms", forms] if forms else [])])
     row: dict[str, Any] = {
         "name": name,
+        "forms": forms or "all",
         "exit": code,
         "seconds": time.perf_counter() - begun_s,
-        "stderr": error[-600:],
     }
-    if not out:
+    if not printed.getvalue():
         return row
-    facts = json.loads(out)
+    facts = json.loads(printed.getvalue())
     row |= {"graphs": facts["graphs"], "problem": facts["problem"], "steps": facts["steps_run"]}
     if facts["problem"]:
         return row
-    row |= {
+    least = facts["least"]
+    return {
+        **row,
         "breaks": [own["line"] for own in facts["breaks"]],
         "opaque": [[own["name"], own["count"]] for own in facts["opaque"]],
         "kept_bytes": facts["kept"]["budget_bytes"],
-        "least_bytes": facts["least"]["budget_bytes"],
-        "needed_by": facts["least"]["needed_by"],
-        "least_time": facts["least"]["predicted_s"] / facts["kept"]["predicted_s"],
+        "least_bytes": least["budget_bytes"],
+        "needed_by": least["needed_by"],
+        "least_time": least["predicted_s"] / facts["kept"]["predicted_s"],
         "cold_s": sum(facts["first_step"]["cold"].values()),
         "cached_s": sum(facts["first_step"]["cached"].values()),
         "advice": [f"{own['argument']}: {own['effect']}" for own in facts["advice"]],
+        "at_least": _trained(name, str(least["budget_bytes"]), forms),
+        "at_share": _trained(name, str(SHARE), forms),
     }
-    with tempfile.TemporaryDirectory() as cache:  # both are measured once
-        row["at_least"] = _trained(name, str(facts["least"]["budget_bytes"]), cache)
-        row["at_share"] = _trained(name, str(SHARE), cache)
+
+
+def row_of(name: str, forms: str) -> dict[str, Any]:
+    """The row of a model, from a process of its own."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.doctor", "--examine", name, forms],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "FXREMAT_PROGRESS": "0",
+            "FXREMAT_CACHE": "0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if ran.returncode:
+        return {"name": name, "exit": ran.returncode, "stderr": _bare(ran.stderr)[-600:]}
+    row: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return row
 
 
@@ -180,23 +198,37 @@ def _size(nbytes: int | None) -> str:
 
 def main() -> None:
     """Print a table, and write the rows."""
-    if sys.argv[1:2] == ["--train"]:
-        print(json.dumps(train(*sys.argv[2:])))
+    if sys.argv[1:2] == ["--examine"]:
+        print(json.dumps(examine(*sys.argv[2:])))
         return
-    names = sys.argv[1:] or list(doctor_models.NAMES)
+    forms = "norms" if "--no-parts" in sys.argv else ""
+    names = [name for name in sys.argv[1:] if name in doctor_models.NAMES]
+    names = names or list(doctor_models.NAMES)
     rows = rows_but("doctor", lambda row: row["name"] in names)
     for name in names:
-        rows.append(row_of(name))
+        rows.append(row_of(name, forms))
         rows.sort(key=lambda row: doctor_models.NAMES.index(row["name"]))
         save("doctor", {"rows": rows}, quiet=True)
         print(name, rows[[r["name"] for r in rows].index(name)]["exit"], flush=True)
-    columns = ("model", "exit", "graphs", "kept", "least", "×", "cold", "at least", "at 0.6")
+    columns = (
+        "model",
+        "forms",
+        "exit",
+        "graphs",
+        "kept",
+        "least",
+        "×",
+        "cold",
+        "at least",
+        "at 0.6",
+    )
     show(
         "fxremat doctor",
         columns,
         [
             (
                 row["name"],
+                row.get("forms", ""),
                 str(row["exit"]),
                 str(row.get("graphs", "")),
                 _size(row.get("kept_bytes")),

@@ -131,6 +131,7 @@ class _Examination:
         folder: the cache folder.
         users: the user's cache folder, or ``None`` if it is disabled or not writable.
         steps: the number of steps that were run so far.
+        min_bytes: what the budget ``"min"`` is.
     """
 
     model: nn.Module
@@ -139,6 +140,7 @@ class _Examination:
     folder: Path
     users: str | None
     steps: int = 0
+    min_bytes: int = 0
 
     @staticmethod
     @contextlib.contextmanager
@@ -179,11 +181,12 @@ class _Examination:
         if lowest.plan is None:
             why_none = "; ".join([*unplanned, lowest.why_none])
             return replace(diagnosis, problem=why_none, steps_run=self.steps)
+        self.min_bytes = lowest.plan.least_budget_bytes
         again = self.try_budget("again, from the cache", "min")
         is_cached = bool(made) and self._entries() == made
         first = FirstStep(lowest.seconds, again.seconds, is_cached, self.users)
         if isinstance(lowest.plan, Plan):
-            lowest = self._deeper(lowest, lowest.plan.least_budget_bytes)
+            lowest = self._deeper(lowest)
         kept = self._kept(lowest)
         least = least_point(lowest)
         half = self._half(kept, least)
@@ -200,7 +203,7 @@ class _Examination:
         advice = tuple(self._advice(diagnosis, lowest))
         return replace(diagnosis, advice=advice, steps_run=self.steps)
 
-    def _deeper(self, lowest: Trial, least_bytes: int) -> Trial:
+    def _deeper(self, lowest: Trial) -> Trial:
         """Return the trial within the least budget that an error names, if that is lower.
 
         A budget that nothing fits so far is searched for however long that takes, and ``"min"``
@@ -211,10 +214,10 @@ class _Examination:
         except BudgetError as error:
             named = _LEAST.search(str(error))
             budgets = [int(named[1])] if named else []
-            budgets.append(error.least_budget_bytes or least_bytes)
+            budgets.append(error.least_budget_bytes or self.min_bytes)
         for nbytes in budgets:
             with contextlib.suppress(BudgetError):
-                if nbytes < least_bytes:
+                if nbytes < self.min_bytes:
                     return self.try_budget("the least budget", nbytes)
         return lowest
 
@@ -302,17 +305,16 @@ class _Examination:
 
     def _loss(self, so_far: Diagnosis, lowest: Trial) -> Iterator[Advice]:
         """Recommend ``loss=``, with the bytes that it saves."""
-        least = so_far.least
-        if not isinstance(lowest.plan, Plan) or least is None:
+        if not isinstance(lowest.plan, Plan):
             return
         if so_far.loss == "own":
             without = self.try_budget("without loss=", "min", loss=None).plan
-            if without is not None and without.least_budget_bytes > least.budget_bytes:
+            if without is not None and without.least_budget_bytes > self.min_bytes:
                 yield Advice(
                     'loss="own"',
-                    "the model returns its loss; the figures above count on it. Without it the "
-                    f"least budget is {format_bytes(without.least_budget_bytes)}, "
-                    f"{without.least_budget_bytes} bytes",
+                    "the model returns its loss; the figures above count on it. Without it "
+                    f'budget="min" is {format_bytes(without.least_budget_bytes)} instead of '
+                    f"{format_bytes(self.min_bytes)}",
                     without.least_budget_bytes,
                 )
             return

@@ -15,6 +15,7 @@ import fxremat
 from fxremat.command import main
 from fxremat.command.doctor import diagnose
 from fxremat.command.source import Step
+from fxremat.graph.shortfall import TOLERATED_BYTES
 from fxremat.report.diagnosis import Diagnosis
 
 HERE = "tests.command.test_doctor"
@@ -103,6 +104,24 @@ def frozen() -> tuple[nn.Module, object]:
     return block().requires_grad_(False), torch.randn(256, 16)
 
 
+class Excluded(nn.Module):
+    """A model that Dynamo does not enter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = block()
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.block(x)
+        return result
+
+
+def excluded() -> tuple[nn.Module, object]:
+    """A model of which nothing can be captured."""
+    return Excluded(), torch.randn(256, 16)
+
+
 def wrong() -> tuple[nn.Module, object]:
     """A model that its sample does not fit."""
     return block(), torch.randn(256, 15)
@@ -158,6 +177,21 @@ def test_bytes_are_those_that_compile_plans_with(of_plain: Diagnosis) -> None:
     with pytest.raises(fxremat.BudgetError) as refused:
         fxremat.plan(model, sample, plan.least_budget_bytes - 1, effort=EFFORT)
     assert of_plain.least.needed_by in str(refused.value)
+
+
+def test_the_least_budget_trains(of_plain: Diagnosis) -> None:
+    model, sample = plain()
+    assert of_plain.least is not None
+    compiled = fxremat.compile(model, sample, of_plain.least.budget_bytes, effort=EFFORT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        for _ in range(3):
+            y = compiled(sample)
+            y.sum().backward()
+            compiled.zero_grad()
+    measured_bytes = compiled.plan.measured_peak_bytes
+    most_bytes = of_plain.least.budget_bytes + TOLERATED_BYTES  # a scalar of the loop
+    assert measured_bytes is not None and measured_bytes <= most_bytes
 
 
 @pytest.mark.parametrize("name", ["of_plain", "of_breaking", "of_mixed"])
@@ -279,6 +313,14 @@ def test_what_prevents_planning_exits_with_1(capsys: pytest.CaptureFixture[str])
     assert "requires_grad_" in said.out and not said.err
     assert main(["doctor", f"{HERE}:frozen", "--json"]) == 1
     assert "requires_grad_" in json.loads(capsys.readouterr().out)["problem"]
+
+
+def test_a_model_that_cannot_be_captured_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"{HERE}:excluded"]) == 1
+    said = capsys.readouterr()
+    text = " ".join(said.out.split())
+    assert "not planned" in text and "can be captured" in text
+    assert "training steps of the sample were run" in text and not said.err
 
 
 @pytest.mark.parametrize(
