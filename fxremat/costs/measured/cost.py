@@ -152,8 +152,8 @@ def _check(costs: RecordedCosts, line: Line) -> None:
     if not valid:
         raise CostError(
             "these costs name operations or storages that the graph does not have, or sizes below "
-            "those of its trace. They are damaged or for another graph: use costs of the same model "
-            "and options",
+            "those of its trace. They are damaged or for another graph: use costs of the same "
+            "model and options",
             code="FXR613",
         )
 
