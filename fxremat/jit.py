@@ -91,7 +91,7 @@ def _pointer(_context: Any, array: Any, first: Any) -> tuple[Any, Callable[..., 
     return _types.CPointer(array.dtype)(array, first), generate
 
 
-class _WithoutCollection(event.Listener):  # type: ignore[misc]
+class _WithoutCollection(event.Listener):
     """Pauses Python's garbage collection while numba compiles a loop of this package.
 
     numba makes so many objects for a while that a fifth of the time would go into collecting them.
