@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         SampleError,
         ScheduleError,
         SizesError,
+        TorchVersionError,
         TransferError,
     )
     from fxremat.module.backend import backend, plan_of
@@ -106,6 +107,7 @@ __all__ = [
     "SizesError",
     "StepMeasurement",
     "StepPlan",
+    "TorchVersionError",
     "TransferError",
     "__version__",
     "backend",

@@ -260,3 +260,9 @@ class RankError(FxrematError, RuntimeError):
 
 class TransferError(FxrematError):
     """A transfer between device and host memory failed, or was requested incorrectly."""
+
+
+class TorchVersionError(FxrematError, ImportError):
+    """The installed torch is older than the oldest one that fxremat supports."""
+
+    default_code = "FXR802"

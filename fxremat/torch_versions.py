@@ -10,17 +10,13 @@ import re
 import warnings
 from typing import Any
 
-from fxremat.errors import FxrematError
+from fxremat.errors import FxrematWarning, TorchVersionError
 
 OLDEST = (2, 11)
 """The oldest supported torch, as major and minor version. ``pyproject.toml`` requires it."""
 
 NEWEST = (2, 15)
 """The newest torch that fxremat was tried with, as major and minor version."""
-
-
-class TorchVersionError(FxrematError, ImportError):
-    """The installed torch is older than the oldest one that fxremat supports."""
 
 
 def installed() -> str | None:
@@ -80,7 +76,7 @@ def check(version: str) -> None:
     release = _release(version)
     if release is not None and release < OLDEST:
         raise TorchVersionError(message)
-    warnings.warn(message, UserWarning, stacklevel=2)
+    warnings.warn(FxrematWarning(message, code="FXR803"), stacklevel=2)
 
 
 def _release(version: str) -> tuple[int, int] | None:

@@ -11,7 +11,8 @@ import pytest
 
 import fxremat
 from fxremat import torch_versions
-from fxremat.torch_versions import NEWEST, OLDEST, TorchVersionError, check, problem
+from fxremat.errors import FxrematWarning, TorchVersionError
+from fxremat.torch_versions import NEWEST, OLDEST, check, problem
 
 NEXT = f"{NEWEST[0]}.{NEWEST[1] + 1}"
 LAST = f"{OLDEST[0]}.{OLDEST[1] - 1}"
@@ -34,6 +35,8 @@ def test_a_newer_version_gives_a_warning_with_the_range(version: str):
     with pytest.warns(UserWarning, match="has not been tried") as caught:
         check(version)
     message = str(caught[0].message)
+    assert isinstance(caught[0].message, FxrematWarning)
+    assert caught[0].message.code == "FXR803"
     assert version in message
     assert torch_versions.tried() in message
     assert "fxremat env" in message
@@ -45,6 +48,7 @@ def test_an_older_version_is_refused_with_the_remedy(version: str):
         check(version)
     assert isinstance(caught.value, fxremat.FxrematError)
     assert isinstance(caught.value, TorchVersionError)
+    assert caught.value.code == "FXR802"
     assert version in str(caught.value)
 
 
@@ -60,7 +64,7 @@ def test_the_first_use_of_torch_checks_its_version():
     assert newer.stderr.count("has not been tried with torch") == 1
     older = run_with(f"{LAST}.0", "import fxremat\nfxremat.solve\nprint('solves')\nfxremat.compile")
     assert older.stdout == "solves\n"
-    assert "TorchVersionError" in older.stderr.splitlines()[-1]
+    assert "TorchVersionError" in older.stderr and "FXR802" in older.stderr.splitlines()[-1]
 
 
 def test_the_installed_version_is_read_from_metadata(monkeypatch: pytest.MonkeyPatch):

@@ -7,8 +7,10 @@ from fxremat.errors import (
     FAULT,
     BackwardError,
     FxrematError,
+    FxrematWarning,
     HostMemoryError,
     RankError,
+    TorchVersionError,
     TransferError,
 )
 
@@ -323,6 +325,26 @@ OTHERS = (
         remedy="Install torch 2.13 or later, or use `fxremat.compile` with a budget in bytes.",
         needs="an earlier version of torch",
         test="tests/integrations/test_torch.py::test_a_torch_without_hooks_is_named_with_its_remedy",
+    ),
+    Diagnostic(
+        "FXR802",
+        TorchVersionError,
+        "The installed torch is too old",
+        why="It lacks the interfaces by which fxremat captures a training step.",
+        remedy="Upgrade torch by the command that the message names.",
+        needs="an earlier version of torch",
+        test="tests/test_torch_versions.py::test_an_older_version_is_refused_with_the_remedy",
+    ),
+    Diagnostic(
+        "FXR803",
+        FxrematWarning,
+        "The installed torch was not tried",
+        why="It is newer than the versions that this release of fxremat was tested with. Plans are "
+        "made, measured and watched as always, but may fail or exceed their budget.",
+        remedy="Install a newer fxremat, or a torch of the range that the message names. To silence "
+        "the warning, see SUPPORT.md.",
+        needs="a later version of torch",
+        test="tests/test_torch_versions.py::test_a_newer_version_gives_a_warning_with_the_range",
     ),
     Diagnostic(
         FAULT,
