@@ -11,6 +11,7 @@ occurred while it was captured, planned or run.
 from __future__ import annotations
 
 import reprlib
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -51,8 +52,19 @@ class _Coded(Exception):  # noqa: N818, the base of warnings, too
         return f"{self.message}\n[{self.code}: {place}, or run: fxremat explain {self.code}]"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle and copy without calling the constructor, whose arguments differ by class."""
-        return _restored, (type(self), self.args, self.__dict__)
+        """Pickle and copy without calling the constructor, whose arguments differ by class.
+
+        Dynamo raises an instance of a subclass that it makes, with state of its own, neither of
+        which can be pickled.
+        """
+        kinds: tuple[type[_Coded], ...] = type(self).__mro__
+        kind = next(k for k in kinds if getattr(sys.modules[k.__module__], k.__name__, None) is k)
+        attributes = {
+            name: value
+            for name, value in self.__dict__.items()
+            if not type(value).__module__.startswith("torch._")
+        }
+        return _restored, (kind, self.args, attributes)
 
 
 def _restored(kind: type[_Coded], args: tuple[Any, ...], attributes: dict[str, Any]) -> _Coded:

@@ -174,6 +174,15 @@ def test_errors_are_copied_and_pickled(error: Any, copied: Any) -> None:
     assert other.args == error.args and vars(other) == vars(error)
 
 
+def test_an_error_is_pickled_as_its_own_class_where_torch_has_derived_one() -> None:
+    derived = type("SizesError", (fxremat.SizesError,), {"__module__": "fxremat.errors"})
+    error = derived("found")
+    error.compiler = torch._dynamo.utils.CompileId(frame_id=0, frame_compile_id=0)
+    other = pickle.loads(pickle.dumps(error))
+    assert not hasattr(other, "compiler")
+    assert type(other) is fxremat.SizesError and other.found == "found"
+
+
 def test_warnings_of_others_in_a_class_of_ours_are_printed_as_they_are() -> None:
     with pytest.warns(fxremat.BudgetWarning) as caught:
         warnings.warn("over", fxremat.BudgetWarning, stacklevel=1)
