@@ -158,7 +158,7 @@ def test_the_table_has_each_region(way: str, capsys: pytest.CaptureFixture[str])
         assert "host" in text
     if way == "regions":
         assert len(lines) < len(plan.regions)
-    assert 1 < len(repr(plan).splitlines()) < 6
+    assert 1 < len(repr(plan).splitlines()) < 7
     assert f"({plan.budget_bytes} bytes)" in plan._repr_html_()
 
 
