@@ -91,7 +91,7 @@ def _pointer(_context: Any, array: Any, first: Any) -> tuple[Any, Callable[..., 
     return _types.CPointer(array.dtype)(array, first), generate
 
 
-class _WithoutCollection(event.Listener):  # type: ignore[misc]
+class _WithoutCollection(event.Listener):
     """Pauses Python's garbage collection while numba compiles a loop of this package.
 
     numba makes so many objects for a while that a fifth of the time would go into collecting them.
@@ -131,5 +131,5 @@ _event.register("numba:compile", _WithoutCollection())
 def _warn_once() -> None:
     logging.getLogger("fxremat").warning(
         "numba has no writable cache folder, so every process compiles the planner's loops again, "
-        "which takes about a minute: set NUMBA_CACHE_DIR to a folder that this user can write to"
+        "which takes some 10 seconds: set NUMBA_CACHE_DIR to a folder that this user can write to"
     )
