@@ -131,5 +131,5 @@ _event.register("numba:compile", _WithoutCollection())
 def _warn_once() -> None:
     logging.getLogger("fxremat").warning(
         "numba has no writable cache folder, so every process compiles the planner's loops again, "
-        "which takes about a minute: set NUMBA_CACHE_DIR to a folder that this user can write to"
+        "which takes some 10 seconds: set NUMBA_CACHE_DIR to a folder that this user can write to"
     )

@@ -341,7 +341,7 @@ OTHERS = (
         "The installed torch was not tried",
         why="It is newer than the versions that this release of fxremat was tested with. Plans are "
         "made, measured and watched as always, but may fail or exceed their budget.",
-        remedy="Install a newer fxremat, or a torch of the range that the message names. To silence "
+        remedy="Install a newer fxremat, or a torch of the range that the message names. To hide "
         "the warning, see SUPPORT.md.",
         needs="a later version of torch",
         test="tests/test_torch_versions.py::test_a_newer_version_gives_a_warning_with_the_range",
