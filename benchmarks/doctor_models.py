@@ -67,7 +67,7 @@ def t5() -> Pair:
     config = transformers.T5Config(
         vocab_size=VOCABULARY, d_model=128, d_ff=512, d_kv=32, num_layers=2, num_heads=4
     )
-    config.use_cache = False
+    config.use_cache, config.decoder_start_token_id = False, 0
     return _language(transformers.T5ForConditionalGeneration(config))
 
 
