@@ -276,7 +276,7 @@ class _Phases:
 
         ``more`` is 1 when it begins to compile a loop, and -1 when it has compiled it.
         """
-        module = event.data["dispatcher"].py_func.__module__
+        module = event.data["dispatcher"].py_func.__module__ or ""
         if self._now is None or not module.startswith("fxremat."):
             return
         self._depth += more

@@ -71,4 +71,6 @@ def _print_plan(asked: argparse.Namespace, plan: Plan) -> None:
         "host_bytes",
     )
     frontier = [[p.peak_bytes, p.predicted_s] for p in plan.frontier.points]
-    print_json({**{name: getattr(plan, name) for name in names}, "frontier": frontier})
+    holders = [row.facts() for row in plan.at_peak()] if plan.memory.lives else []
+    facts = {name: getattr(plan, name) for name in names}
+    print_json({**facts, "frontier": frontier, "at_peak": holders})

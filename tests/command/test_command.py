@@ -231,6 +231,7 @@ def test_a_plan_is_saved_reported_and_estimated_from(
     facts = printed(capsys)
     plan = fxremat.Plan.load(file)
     assert facts["predicted_peak_bytes"] == plan.predicted_peak_bytes
+    assert facts["at_peak"] == [row.facts() for row in plan.at_peak()]
     assert main(["report", file, "--json"]) == 0
     assert printed(capsys) == facts
     assert main(["report", file]) == 0
