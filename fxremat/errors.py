@@ -54,8 +54,8 @@ class _Coded(Exception):  # noqa: N818, the base of warnings, too
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy without calling the constructor, whose arguments differ by class.
 
-        Dynamo raises an instance of a subclass that it makes, with state of its own, neither of
-        which can be pickled.
+        Dynamo raises an instance of a subclass that it makes, with additional state. Neither can
+        be pickled.
         """
         kinds: tuple[type[_Coded], ...] = type(self).__mro__
         kind = next(k for k in kinds if getattr(sys.modules[k.__module__], k.__name__, None) is k)
