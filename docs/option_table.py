@@ -27,7 +27,7 @@ PLAIN = """
 ## Plain values
 
 Configuration files, `fxremat.Options`, options of `torch.compile` and flags of
-[the command](command.md) have the same options as plain values.
+[the command](command.md) have the same options as plain values, except those marked above.
 
 | name | type | sets | flag | meaning |
 |---|---|---|---|---|

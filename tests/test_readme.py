@@ -69,7 +69,8 @@ def test_the_printed_plan_has_the_lines_of_a_real_one(capsys: pytest.CaptureFixt
     fxremat.plan(model, torch.ones(512, 64), 1.0, loss=torch.sum).explain()
     text = capsys.readouterr().out
     labels = set(re.findall(r"^([a-z][a-z ]+?) {2,}\S", text, flags=re.M))
-    (printed,) = re.findall(r"^```\n(.*?)^```", TEXT, flags=re.DOTALL | re.M)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, flags=re.DOTALL | re.M)
+    (printed,) = (text for language, text in found if not language)
     shown = set(re.findall(r"^([a-z][a-z ]+?) {2,}\S", printed, flags=re.M))
     assert shown
     assert shown <= labels | {"measured peak"}

@@ -31,7 +31,8 @@ _REMEDIES = (
     (
         "data-dependent expression",
         "A number read from a tensor determines what is computed, as in a BatchNorm with "
-        "momentum=None. Keep it a tensor, or use a plain number",
+        "momentum=None. Keep it a tensor, or use a plain number. For an if, compute both branches, "
+        "and select with torch.where",
     ),
 )
 

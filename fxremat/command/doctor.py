@@ -312,7 +312,7 @@ class _Examination:
             if without is not None and without.least_budget_bytes > self.min_bytes:
                 yield Advice(
                     'loss="own"',
-                    "the model returns its loss; the figures above count on it. Without it "
+                    "the model returns its loss; the figures above assume it. Without it "
                     f'budget="min" is {format_bytes(without.least_budget_bytes)} instead of '
                     f"{format_bytes(self.min_bytes)}",
                     without.least_budget_bytes,

@@ -63,7 +63,7 @@ class Environment:
         return [f"{name:<{width}}  {text}" for name, text in rows]
 
 
-def run(asked: argparse.Namespace) -> int:
+def env(asked: argparse.Namespace) -> int:
     """Run ``fxremat env`` and return its exit code."""
     environment = Environment.of_process()
     if asked.json:

@@ -137,7 +137,7 @@ def _from_transformers(cls: Any, asked: argparse.Namespace) -> tuple[nn.Module, 
         config.use_cache = False  # of no use in training
         model: nn.Module = cls(config)
     except (AttributeError, OSError, ValueError, TypeError) as error:
-        refuse("--config", asked.config, f"a configuration of {asked.source} ({error})")
+        refuse("--config", str(asked.config), f"a configuration of {asked.source} ({error})")
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     main = cls.main_input_name
@@ -174,7 +174,7 @@ def _from_timm(library: Any, name: str, asked: argparse.Namespace) -> tuple[nn.M
         written = json.loads(asked.config.read_text()) if asked.config else {}
         model: nn.Module = library.create_model(name, pretrained=False, **written)
     except (OSError, ValueError, TypeError) as error:
-        refuse("--config", asked.config, f"keywords of timm.create_model ({error})")
+        refuse("--config", str(asked.config), f"keywords of timm.create_model ({error})")
     return model.to(dtype), torch.zeros(shape, dtype=dtype)
 
 

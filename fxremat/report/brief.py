@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fxremat.report.peak import holders_of, shortened
 from fxremat.report.plan import AnyPlan, StepPlan, plans_of
-from fxremat.report.summary import compared, what_is_done
+from fxremat.report.summary import bound_of_least, compared, what_is_done
 from fxremat.units import format_bytes, plural
 
 WIDTH = 100
@@ -28,7 +28,7 @@ def shortly(plan: AnyPlan) -> str:
     what = f"StepPlan of {plural(len(regions), 'region')}" if regions else "Plan"
     largest = _largest(plan)
     return (
-        f"{what} within {budget} (the least feasible budget is {least})\n"
+        f"{what} within {budget} (the least feasible budget is {bound_of_least(plan)}{least})\n"
         f"  peak: predicted {predicted}{measured}; {kept} with everything kept\n"
         f"{largest}"
         f"  time: predicted {compared(plan)}\n"

@@ -252,7 +252,7 @@ class Diagnosis:
         rows = [("everything kept", kept), ("least budget", least)]
         for name, point in rows:
             time = f"{format_seconds(point.predicted_s)} per step"
-            compared = "" if point is kept else f", {_times(point, kept)} of the time"
+            compared = "" if point is kept else f", {_times(point, kept)} that time"
             exact = f"{point.budget_bytes} bytes"
             size = f"{format_bytes(point.budget_bytes):>11}"
             yield f"  {name:<{_NAMES}}{size}   {exact}, {time}{compared}"

@@ -125,7 +125,8 @@ class Plan(Shown, Checked):
     Attributes:
         budget_bytes: the budget, resolved to bytes.
         least_budget_bytes: the least feasible budget of the usual loop in bytes; for the plan of a
-            later call, that of the call.
+            later call, that of the call. A search for ``"min"`` may go below it, since fewer ways
+            to compute the step are searched where the budget is larger.
         predicted_peak_bytes: the exact peak of the emitted graphs in bytes, with everything that
             the promise counts (parameters, gradients, inputs, reserve, …), in blocks as the
             device's allocator hands them out.

@@ -23,12 +23,20 @@ def what_is_done(*plans: Plan) -> str:
     return ", ".join(done) or "keeps everything"
 
 
+def bound_of_least(plan: AnyPlan) -> str:
+    """Return ``"at most "`` where a search for the least budget may go below what a plan says.
+
+    With a larger budget fewer ways to compute the step are searched.
+    """
+    return "" if plan.least_budget_bytes >= plan.budget_bytes else "at most "
+
+
 def summarize(plan: AnyPlan) -> Iterator[tuple[str, str]]:
     """Yield the lines of the summary of a plan, each as a title and a text."""
     step = plan if isinstance(plan, StepPlan) else None
     written = f", written {step.budget!r}" if step and step.budget != step.budget_bytes else ""
     yield "budget", _exactly(plan.budget_bytes) + written
-    yield "least feasible", _exactly(plan.least_budget_bytes)
+    yield "least feasible", bound_of_least(plan) + _exactly(plan.least_budget_bytes)
     used = f", {plan.counted_bytes / plan.budget_bytes:.1%} of the budget"
     reserved_bytes = plan.predicted_reserved_bytes
     on_reserved = plan.budget_on == "reserved"
@@ -136,7 +144,7 @@ def _bound(plan: Plan) -> str:
     above = plan.predicted_s / plan.lower_bound_s - 1
     text = f"{format_seconds(plan.lower_bound_s)}: this plan is at most {above:.1%} above any other"
     if plan.lower_bound_s == plan.baseline_s < plan.predicted_s:
-        text += "; no better bound is known than the time without recomputation"
+        text += "; the bound is the time without recomputation"
     gained = plan.local_search_s / plan.predicted_s
     if gained >= 0.0005:  # less would read 0.0%
         text += f"; local search gained {gained:.1%}"

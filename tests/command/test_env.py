@@ -117,8 +117,8 @@ def test_a_compiler_that_does_not_work_is_a_line(
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(compiler)))
-    assert main(["env", "--json"]) == 0
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}):
+        assert main(["env", "--json"]) == 0
     found = listed(capsys)["c++ compiler"]
     assert found == {"path": str(compiler), "works": False}
 
