@@ -51,10 +51,8 @@ CAPTURE = (
         trouble="""
         def train(limit):
             with torch._dynamo.config.patch(recompile_limit=limit):
-                options = {"budget": "64 MiB"}
-                compiled = torch.compile(
-                    model, backend="fxremat", dynamic=False, options=options
-                )
+                settings = {"dynamic": False, "options": {"budget": "64 MiB"}}
+                compiled = torch.compile(model, backend="fxremat", **settings)
                 for size in (512, 100, 200, 300):
                     compiled(x[:size]).sum().backward()
 
@@ -231,10 +229,8 @@ CAPTURE = (
 
 
         def train(dynamic):
-            options = {"budget": "64 MiB"}
-            compiled = torch.compile(
-                Remainders(), backend="fxremat", dynamic=dynamic, options=options
-            )
+            settings = {"dynamic": dynamic, "options": {"budget": "64 MiB"}}
+            compiled = torch.compile(Remainders(), backend="fxremat", **settings)
             compiled(x).sum().backward()
 
 
