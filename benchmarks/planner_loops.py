@@ -18,22 +18,16 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import save, show
 
 
 def _readme() -> None:
-    import torch
-    from torch import nn
-
-    import fxremat
-
-    blocks = [
-        nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(8)
-    ]
-    model, x = nn.Sequential(*blocks), torch.randn(2048, 256)
-    fxremat.compile(model, x, "128 MiB", optimizer=torch.optim.AdamW, loss=torch.sum)
+    """Run the example of README."""
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    exec(text.split("```python\n")[1].split("```")[0], {})
 
 
 def _of(name: str, budget: Any, **options: Any) -> Callable[[], None]:
