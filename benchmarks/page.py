@@ -1,6 +1,6 @@
-"""The page of a plan as a browser shows it: the picture in docs/how-to/read-a-plan.md.
+"""A plan as text, as in README, and as the picture of its page in docs/how-to/read-a-plan.md.
 
-Run: python -m benchmarks.page [model] [--budget 0.5] [--to docs/page.png]
+Run: python -m benchmarks.page [model] [--budget 0.5] [--to docs/page.png | --text]
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="gpt16")
     parser.add_argument("--budget", type=float, default=0.5)
     parser.add_argument("--to", type=Path, default=Path("docs/page.png"))
+    parser.add_argument("--text", action="store_true", help="print the plan, without a browser")
     options = parser.parse_args()
     step, compiled = planned(entry_of(options.model), options.budget)
     for _ in range(3):
-        step.run()  # what they take is shown beside what was predicted
+        step.run()  # what they take is shown next to what was predicted
+    if options.text:
+        compiled.plan.explain()
+        return
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "plan.html"
         compiled.plan.save_html(page)

@@ -76,12 +76,16 @@ def _pointer(_context: Any, array: Any, first: Any) -> tuple[Any, Callable[..., 
     """Return a pointer to an entry of a contiguous array, which a compiled loop indexes from there.
 
     numba compiles an access by a pointer in half the time that it takes for one by an array: there
-    is no shape, and negative indices do not count from the end. The array must outlive the pointer.
+    is no shape, and negative indices do not count from the end. Nothing checks a place, so a loop
+    that writes must bound it by itself. The array must outlive the pointer: use it for arguments.
 
     Args:
         array: an array of any number of dimensions.
         first: the place of the entry, as if the array were flattened.
     """
+
+    if array.layout != "C":
+        raise TypeError(f"a pointer needs a contiguous array, but got {array}")
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = context.cast(builder, args[1], signature.args[1], _types.intp)

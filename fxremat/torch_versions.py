@@ -1,4 +1,4 @@
-"""The range of torch versions that fxremat was tried with, and what happens outside of it.
+"""The range of torch versions that fxremat supports, and what happens outside of it.
 
 This module does not import torch. ``SUPPORT.md`` states the policy.
 """
@@ -16,7 +16,7 @@ OLDEST = (2, 11)
 """The oldest supported torch, as major and minor version. ``pyproject.toml`` requires it."""
 
 NEWEST = (2, 15)
-"""The newest torch that fxremat was tried with, as major and minor version."""
+"""The newest torch that fxremat supports, as major and minor version."""
 
 
 def installed() -> str | None:
@@ -31,7 +31,7 @@ def installed() -> str | None:
         return None
 
 
-def tried() -> str:
+def supported() -> str:
     """Return the range of supported versions as text, such as ``"2.11 to 2.15"``."""
     return f"{_text(OLDEST)} to {_text(NEWEST)}"
 
@@ -48,7 +48,7 @@ def problem(version: str) -> str | None:
     release = _release(version)
     if release is None or release > NEWEST:
         return (
-            f"fxremat has not been tried with torch {version}; it was tried with torch {tried()}. "
+            f"fxremat has not been tried with torch {version}; it supports torch {supported()}. "
             "Plans may fail, or exceed their budget. Install a newer fxremat if there is one, or "
             "a torch of that range. Include the output of `fxremat env` in a report of a problem"
         )

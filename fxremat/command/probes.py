@@ -162,9 +162,9 @@ def _torch() -> Iterator[Fact]:
 
 def _supported(version: str) -> Fact:
     """Return whether fxremat was tried with this version of torch."""
-    holds, tried = torch_versions.problem(version) is None, torch_versions.tried()
-    text = f"{'yes' if holds else 'not tried'} ({tried})"
-    return Fact("torch supported", text, {"supported": holds, "range": tried})
+    holds, range_ = torch_versions.problem(version) is None, torch_versions.supported()
+    text = f"{'yes' if holds else 'not tried'} ({range_})"
+    return Fact("torch supported", text, {"supported": holds, "range": range_})
 
 
 def _devices() -> Iterator[Fact]:

@@ -283,7 +283,7 @@ class _Peak:
         return str(events[self._call].op)
 
 
-RETURNED = "only the loss returned (drop_unused=True)"
+RETURNED = "a model that returns only its loss"
 
 _ADVICE = {
     Kind.PARAMETERS: "fully_shard, or a frozen base in 4 bit",
