@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
@@ -134,10 +135,10 @@ def test_python_cannot_call_a_helper():
 def test_garbage_is_collected_again_after_compiling():
     from fxremat.jit import entry
 
-    def total(count: int) -> int:
-        return count + 1
-
-    total.__module__ = "fxremat.tests"
+    # Without a file, so that numba keeps nothing of it for a later run.
+    names: dict[str, Any] = {"__name__": "fxremat.tests"}
+    exec("def total(count): return count + 1", names)
+    total = names["total"]
     assert gc.isenabled()
     assert entry(total)(3) == 4
     assert gc.isenabled()
