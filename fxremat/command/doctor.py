@@ -333,40 +333,40 @@ def _regions_of(trial: Trial) -> tuple[Region, ...]:
         operations = operations_of(training.graphs[0].joint)
         return (Region("", len(operations), len(plan.chain)),)
     assert plan is not None
-    found = []
+    regions = []
     ran = zip(training.regions.latest, plan.regions, strict=True)
     for _, calls in itertools.groupby(ran, key=lambda own: id(own[0].graph)):
         own = list(calls)
         call, row = own[0]
         module = named([each.module for _, each in own])
         operations = operations_of(call.graph.joint)
-        found.append(Region(module, len(operations), len(row.plan.chain), len(own)))
-    return tuple(found)
+        regions.append(Region(module, len(operations), len(row.plan.chain), len(own)))
+    return tuple(regions)
 
 
 def _breaks_of(trial: Trial) -> tuple[GraphBreak, ...]:
     """Return the lines at which graphs of a step end, each once."""
     if not isinstance(trial.plan, StepPlan):
         return ()
-    found: dict[str, GraphBreak] = {}
+    breaks: dict[str, GraphBreak] = {}
     for row in trial.plan.regions:
         if not row.ended_by:
             continue
-        before = found.get(row.ended_by)
+        before = breaks.get(row.ended_by)
         measured = (before.seconds if before else None, row.between_s)
         seconds = [own for own in measured if own is not None]
-        found[row.ended_by] = GraphBreak(
+        breaks[row.ended_by] = GraphBreak(
             *_place(row.ended_by),
             count=1 + (before.count if before else 0),
             seconds=sum(seconds) if seconds else None,
             nbytes=max(row.between_bytes, before.nbytes if before else 0, 0),
         )
-    lines = {own.line for own in found.values()}
+    lines = {own.line for own in breaks.values()}
     for why in trial.training.regions.warnings.breaks or ():
         line, reason = _place(why)
-        if why not in found and line not in lines:
-            found[why] = GraphBreak(line, reason, count=0, seconds=None, nbytes=0)
-    return tuple(found.values())
+        if why not in breaks and line not in lines:
+            breaks[why] = GraphBreak(line, reason, count=0, seconds=None, nbytes=0)
+    return tuple(breaks.values())
 
 
 def _place(ended_by: str) -> tuple[str, str]:

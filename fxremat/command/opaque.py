@@ -29,20 +29,20 @@ def operations_of(joint: JointGraph) -> list[fx.Node]:
 
 def opaque_in(joints: Iterable[JointGraph]) -> tuple[Opaque, ...]:
     """Return the operations of forwards that are planned as one each, by name and reason."""
-    found: dict[tuple[str, str], Opaque] = {}
+    listed: dict[tuple[str, str], Opaque] = {}
     for joint in joints:
         for node in operations_of(joint):
             why = why_opaque(node)
             if not why:
                 continue
             key = _name_of(node), why
-            before = found.get(key)
+            before = listed.get(key)
             if before is None:
                 module, line = torch_compat.module_path(node), line_of(node)
-                found[key] = Opaque(key[0], why, 1, module, line)
+                listed[key] = Opaque(key[0], why, 1, module, line)
             else:
-                found[key] = replace(before, count=before.count + 1)
-    return tuple(found.values())
+                listed[key] = replace(before, count=before.count + 1)
+    return tuple(listed.values())
 
 
 def why_opaque(node: fx.Node) -> str:
@@ -78,8 +78,8 @@ def line_of(node: fx.Node) -> str:
 def shortened(file: str) -> str:
     """Return the path of a file relative to the folder of packages, or to the current one."""
     for folder in ("site-packages", "dist-packages"):
-        before, found, after = file.rpartition(f"/{folder}/")
-        if found and before:
+        before, folder_name, after = file.rpartition(f"/{folder}/")
+        if folder_name and before:
             return after
     here = Path.cwd()
     return str(Path(file).relative_to(here)) if Path(file).is_relative_to(here) else file

@@ -133,19 +133,19 @@ def holders_with_tensors(
     groups: defaultdict[Hashable, list[Life]] = defaultdict(list)
     for life in view.memory.alive(peak.instant):
         groups[peak.key(life)].append(life)
-    found = [
+    rows = [
         (peak.holder(lives), tuple(life.tensor for life in lives)) for lives in groups.values()
     ]
-    found += ((holder, ()) for holder in peak.of_allocator())
-    return tuple(sorted(found, key=lambda pair: -pair[0].nbytes))
+    rows += ((holder, ()) for holder in peak.of_allocator())
+    return tuple(sorted(rows, key=lambda pair: -pair[0].nbytes))
 
 
 def summed(holders: Sequence[PeakHolder]) -> dict[str, int]:
     """Return the bytes of ``holders`` by kind, in the order in which kinds are listed."""
-    found = dict.fromkeys((kind.value for kind in Kind), 0)
+    rows = dict.fromkeys((kind.value for kind in Kind), 0)
     for holder in holders:
-        found[holder.kind] = found.get(holder.kind, 0) + holder.nbytes
-    return found
+        rows[holder.kind] = rows.get(holder.kind, 0) + holder.nbytes
+    return rows
 
 
 def shortened(text: str, width: int) -> str:
