@@ -133,9 +133,7 @@ def holders_with_tensors(
     groups: defaultdict[Hashable, list[Life]] = defaultdict(list)
     for life in view.memory.alive(peak.instant):
         groups[peak.key(life)].append(life)
-    rows = [
-        (peak.holder(lives), tuple(life.tensor for life in lives)) for lives in groups.values()
-    ]
+    rows = [(peak.holder(lives), tuple(life.tensor for life in lives)) for lives in groups.values()]
     rows += ((holder, ()) for holder in peak.of_allocator())
     return tuple(sorted(rows, key=lambda pair: -pair[0].nbytes))
 
