@@ -53,11 +53,15 @@ def context_fields(
             for primal, leaf in computed
             if leaf is not None and (leaf.grad is None or (primal in only and adds(leaf)))
         )
+    hosted: frozenset[int] = frozenset()
+    if loop.hosting is not None:
+        hosted = loop.hosting.gradients_among(leaves, gradients)
     together = graph.together
     fields = (
         sizes,
         existing,
         added,
+        hosted,
         len(waiting),
         sum([step.held_bytes for step in waiting]),
         kept_bytes,

@@ -188,6 +188,7 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
         own=graph.own_gradients,
         contributors=calls.contributors,
         others=in_flight.has_others(step),
+        leaving=None if loop.hosting is None else loop.hosting.take_gradient,
     )
     tangents = released_tangents(loop, graph, step, args)
     values: list[Any] = step.take()

@@ -17,6 +17,7 @@ from fxremat.costs.measured.execute import HeldBytes
 from fxremat.costs.measured.workspaces import library_workspaces
 from fxremat.graph.shortfall import excess_bytes, warn_of_measuring
 from fxremat.loop.comparison import Comparison
+from fxremat.loop.hosting import Hosting
 from fxremat.loop.optimizer_state import StateBytes, counted_state
 from fxremat.loop.optimizers import Optimizers
 from fxremat.loop.outside import Outside
@@ -62,6 +63,7 @@ class Loop:
         budget: what the peak of a step may reach.
         caller: what the caller of a step holds.
         host: the limit of host memory that all graphs share; ``None``: no storage is moved there.
+        hosting: optimizer state and gradients that live in host memory; ``None``: none do.
         peers: processes that train the same model; ``None``: this one plans by itself.
         given_optimizers: the optimizers that ``optimizer=`` names; they are not kept alive.
         state: bytes of the state of these optimizers, by parameter.
@@ -85,6 +87,7 @@ class Loop:
     given_optimizers: InitVar[tuple[object, ...]] = ()
     state: StateBytes = field(default_factory=dict)
     host: HostLimit | None = None
+    hosting: Hosting | None = None
     peers: Peers | None = None
     call: CurrentCall = field(default_factory=CurrentCall)
     model: Callable[[], nn.Module | None] = lambda: None

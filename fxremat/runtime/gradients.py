@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxremat import torch_compat
 from fxremat.errors import BackwardError
+from fxremat.runtime.host_tensor import HostTensor
 
 _accumulating = threading.RLock()
 """Guards the gradients of leaves: several threads may run backwards of graphs that share leaves. A
@@ -69,7 +70,7 @@ def adds(leaf: Tensor) -> bool:
     existing = leaf.grad
     return (
         existing is not None
-        and type(existing) is Tensor
+        and (type(existing) is Tensor or isinstance(existing, HostTensor))
         and existing.layout is torch.strided
         and existing.dtype == leaf.dtype
         and existing.device == leaf.device
@@ -100,6 +101,8 @@ class Gradients:
         own: primals whose gradient fills a storage that nothing else uses.
         contributors: which leaves get their gradient from this graph only.
         others: whether other steps of the model have a pending backward.
+        leaving: is given a leaf and its first gradient, and returns the gradient, in host memory if
+            it is to be there; ``None``: all gradients stay on the device.
 
     Attributes:
         asked_for: whether gradients are for ``torch.autograd.grad``, not for leaves.
@@ -107,8 +110,8 @@ class Gradients:
 
     __slots__ = (
         "__weakref__", "_candidates", "_contributors", "_early", "_expected", "_first", "_hooked",
-        "_kept_first", "_leaves", "_nodes", "_own", "_places", "_plain", "_returned", "_task",
-        "asked_for",
+        "_kept_first", "_leaves", "_leaving", "_nodes", "_own", "_places", "_plain", "_returned",
+        "_task", "asked_for",
     )  # fmt: skip
 
     def __init__(
@@ -119,8 +122,10 @@ class Gradients:
         own: frozenset[int],
         contributors: Contributors,
         others: bool,
+        leaving: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self._leaves = leaves
+        self._leaving = leaving
         self._places = places
         self._nodes = nodes = torch_compat.next_nodes()
         self._plain = torch_compat.all_accumulate(nodes)
@@ -149,6 +154,8 @@ class Gradients:
         for primal, gradient in made.items():
             leaf = leaves[primal]
             if leaf is not None:
+                if self._leaving is not None:
+                    gradient = made[primal] = self._leaving(leaf, gradient)
                 if plain and leaf.grad is None and not leaf._post_accumulate_grad_hooks:
                     self._first.append(primal)  # handing it over would free nothing
                 elif self._hand_over(primal, leaf, gradient):

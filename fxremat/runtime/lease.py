@@ -84,6 +84,9 @@ class Lease(abc.ABC):
             Arrival(fresh, lease=self, copy=self._prefetch(fresh[:filled], offset))
         return fresh
 
+    def recover(self) -> None:  # noqa: B027
+        """Allow further transfers after one that failed, where the lease outlives a step."""
+
     @property
     def elsewhere(self) -> bool:
         """Whether this process is a forked child of the one that runs the step."""

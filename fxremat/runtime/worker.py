@@ -204,6 +204,10 @@ class WorkerLease(Lease):
         self.failure: BaseException | None = None
         self._worker = current_worker()
 
+    def recover(self) -> None:
+        """Forget an earlier failure; each transfer still reports its own."""
+        self.failure = None
+
     def _offload(self, source: Tensor, offset: int) -> Transfer:
         return self._submit("offload", source.numpy(), self._part(offset, source.numel()))
 

@@ -6,6 +6,8 @@ import contextlib
 import functools
 import importlib
 import threading
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -144,6 +146,65 @@ def step_unseen(optimizer: torch.optim.Optimizer) -> None:
         for hooks in _hooks_of_all_optimizers():
             stack.enter_context(_disabled_in_this_thread(hooks))
         step(optimizer)
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[..., object]:
+    """Return the function of the optimizer's class that makes a step and calls no hooks."""
+    step: Callable[..., object] = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = getattr(step, "__wrapped__", step)
+
+    def run(stepped: torch.optim.Optimizer) -> object:
+        with contextlib.ExitStack() as stack:
+            # A step that calls the step of its base class would call hooks again.
+            for hooks in _hooks_of_all_optimizers():
+                stack.enter_context(_disabled_in_this_thread(hooks))
+            return step(stepped)
+
+    return run
+
+
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether something other than a scheduler has replaced ``step`` of one optimizer."""
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+
+
+def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., object]) -> None:
+    """Have ``step`` of one optimizer call a function, with hooks and a profile's name as before.
+
+    Args:
+        optimizer: the optimizer.
+        step: is called with the optimizer and the arguments of its step.
+    """
+    former: Any = vars(optimizer).get("step")
+    owner = weakref.WeakMethod(step) if isinstance(step, types.MethodType) else None
+
+    def run(stepped: Any, *args: Any, **kwargs: Any) -> object:
+        stepped._opt_called = True  # which schedulers read
+        call = step if owner is None else owner()
+        if call is None:
+            return type(stepped).step(stepped, *args, **kwargs)
+        return call(stepped, *args, **kwargs)
+
+    make: Any = torch.optim.Optimizer.profile_hook_step
+    hooked = make(run)
+    for name, value in vars(getattr(former, "__func__", run)).items():
+        if name == "_wrapped_by_lr_sched":
+            setattr(hooked, name, value)
+    hooked.former = former
+    optimizer.step = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+
+def restore_step(optimizer: torch.optim.Optimizer) -> None:
+    """Undo :func:`replace_step`."""
+    step: Any = vars(optimizer).get("step")
+    if not hasattr(step, "former"):
+        return
+    if step.former is None:
+        del optimizer.step
+    else:
+        optimizer.step = step.former  # type: ignore[method-assign]
 
 
 def _hooks_of_all_optimizers() -> tuple[dict[int, Callable[..., Any]], ...]:

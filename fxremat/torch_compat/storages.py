@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxremat.torch_compat.modes import real_execution
@@ -28,6 +29,34 @@ class Bundle(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
+class OffDevice(torch.Tensor):
+    """A base class of tensors that no memory of their device belongs to."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def wrapper_tensor(kind: Any, like: torch.Tensor, device: torch.device) -> Any:
+    """Return a tensor of the subclass ``kind`` on ``device``, without data.
+
+    Args:
+        kind: the subclass. ``foreach`` operators take its tensors, as they take plain ones.
+        like: has the layout and the dtype of the result.
+        device: the device that the result seems to be on.
+    """
+    supported = _foreach_utils._foreach_supported_types
+    if kind not in supported:
+        supported.append(kind)
+    make: Any = torch.Tensor._make_wrapper_subclass
+    return make(
+        kind,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+
+
 def bundle_of(values: tuple[Any, ...], device: torch.device) -> Bundle:
     """Return a bundle on ``device`` that holds ``values``."""
     made = torch.empty(0, dtype=torch.uint8, device=device).as_subclass(Bundle)
@@ -46,8 +75,11 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     For a dense tensor that is the tensor itself; for a sparse one, its indices and its values; for
     a bundle, also what it holds; for one of a wrapper subclass, such as a quantized weight, the
     parts of the tensors that it wraps, and thus only this process's part of a distributed tensor.
-    The result is empty if torch does not expose the tensor's memory.
+    The result is empty if torch does not expose the tensor's memory, and for an
+    :class:`OffDevice` tensor.
     """
+    if isinstance(tensor, OffDevice):
+        return ()
     if type(tensor) is Bundle:
         tensors = (x for x in tensor.contents if isinstance(x, torch.Tensor))
         held = (part for x in tensors for part in dense_parts(x))

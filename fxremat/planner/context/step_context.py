@@ -66,6 +66,8 @@ class StepContext:
         existing: indices of the primals that have a gradient.
         added: those of them whose new gradient is added to the existing one as soon as it is
             computed.
+        hosted: indices of the primals whose gradient is moved to host memory as soon as it is
+            computed. If it exists already, it is there.
         waiting: number of earlier steps whose backward has not run.
         waiting_bytes: bytes that these steps hold.
         kept_bytes: bytes of outputs of earlier steps that the caller still holds.
@@ -98,6 +100,7 @@ class StepContext:
     sizes: Values = ()
     existing: frozenset[int] = frozenset()
     added: frozenset[int] = frozenset()
+    hosted: frozenset[int] = frozenset()
     waiting: int = 0
     waiting_bytes: int = 0
     kept_bytes: int = 0
@@ -153,8 +156,16 @@ class StepContext:
 
         ``base`` is the memory that every call at these sizes needs.
         """
-        gradients = tuple(base.gradient_each_bytes[i] for i in sorted(self.existing))
-        more = (*gradients, *self.bucket_bytes, *filter(None, (self.workspace_bytes,)))
+        each = base.gradient_each_bytes
+        gradients = tuple(each[i] for i in sorted(self.existing - self.hosted))
+        # An existing gradient in host memory is on the device while the new one is added to it.
+        fetched = (each[i] for i in self.existing & self.hosted & self.added)
+        more = (
+            *gradients,
+            *filter(None, (max(fetched, default=0),)),
+            *self.bucket_bytes,
+            *filter(None, (self.workspace_bytes,)),
+        )
         given_bytes = (
             base.given_bytes
             + sum(more)
@@ -177,7 +188,7 @@ class StepContext:
             loss_point_bytes=loss_point_bytes + self.correction.room_bytes,
             tangent_bytes=held_bytes - cleared_bytes,
             given_each_bytes=(*base.given_each_bytes, *more),
-            added=frozenset() if self.cleared else self.added,
+            added=(frozenset() if self.cleared else self.added) | self.hosted,
             host_bytes=self.host_bytes,
             released_bytes=self.kept_bytes * self.released,
             cleared_bytes=cleared_bytes,
@@ -196,7 +207,10 @@ class StepContext:
         )
         left = measured.left_bytes if measured.left_bytes > base.tangent_bytes else 0
         named: Iterable[tuple[str, int]] = (
-            ("gradients that exist", sum(base.gradient_each_bytes[i] for i in self.existing)),
+            (
+                "gradients that exist",
+                sum(base.gradient_each_bytes[i] for i in self.existing - self.hosted),
+            ),
             ("earlier steps that wait for their backward", self.waiting_bytes),
             ("outputs of earlier steps that are still held", self.kept_bytes),
             ("state of optimizers beyond what optimizer= says", max(0, self.state_bytes)),

@@ -1,0 +1,334 @@
+"""Tensors whose bytes are in host memory, while every operator sees tensors of the device.
+
+Gradients and the state of optimizers are read and written for a short part of a step. A
+:class:`HostTensor` stands for one of them in between. It has the device, the shape and the dtype of
+the tensor that it stands for. An operator on it copies the bytes to the device, runs there, and
+copies back what it has written. So a loop that clips, scales, accumulates or prints gradients runs
+unchanged, with the same bits, and holds one of them at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fxremat import torch_compat
+from fxremat.runtime.arena import Arena, HostLimit, lease_of
+from fxremat.runtime.lease import Arrival
+from fxremat.runtime.slots import slot_bytes
+
+aten = torch.ops.aten
+
+
+class HostSpace:
+    """Host memory for tensors that live longer than a step, in blocks that are allocated once.
+
+    Args:
+        device: the device of the tensors.
+        folder: for a CPU, the folder of the file that represents host memory.
+        limit: the limit that all host memory of the model shares.
+    """
+
+    def __init__(self, device: torch.device, *, folder: str | None, limit: HostLimit) -> None:
+        self.device = device
+        self._folder = folder
+        self._limit = limit
+        self._blocks: list[tuple[Arena, Tensor]] = []
+        self._next = self._end = 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum([host.numel() for _, host in self._blocks])
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate one block of ``nbytes``, for the places that :meth:`place` returns next.
+
+        Raises:
+            HostMemoryError: it cannot be allocated, or exceeds the limit.
+        """
+        if nbytes <= self._end - self._next:
+            return
+        arena = Arena(nbytes, device=self.device, host_dir=self._folder, limit=self._limit)
+        self._blocks.append((arena, arena.open()))
+        self._next, self._end = 0, nbytes
+
+    def place(self, nbytes: int) -> Place:
+        """Return a place for a tensor of ``nbytes``, in a new block if none has room for it.
+
+        Raises:
+            HostMemoryError: a new block is needed and cannot be allocated.
+        """
+        taken = slot_bytes(nbytes)
+        self.reserve(taken)
+        place = Place(self._blocks[-1][1], self._next, nbytes, self.device)
+        self._next += taken
+        return place
+
+
+class Place:
+    """A part of host memory, for the bytes of one tensor at a time.
+
+    Attributes:
+        nbytes: its size.
+    """
+
+    __slots__ = ("_content", "_device", "_host", "_offset", "nbytes")
+
+    def __init__(self, host: Tensor, offset: int, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self._host = host
+        self._offset = offset
+        self._device = device
+        self._content: weakref.ref[Content] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no tensor has its bytes here."""
+        return self._content is None or self._content() is None
+
+    def put(self, tensor: Tensor) -> HostTensor:
+        """Copy ``tensor`` here, and return the tensor that stands for it.
+
+        When this returns, the memory of ``tensor`` may be freed in the order of the device.
+
+        Raises:
+            TransferError: the copy failed.
+        """
+        content = Content(self, tensor)
+        content.store(tensor)
+        self._content = weakref.ref(content)
+        return HostTensor(content)
+
+    def write(self, storage: Tensor) -> None:
+        """Start to copy the whole storage of ``storage`` here."""
+        lease = lease_of(self._host)
+        lease.recover()
+        lease.offload(storage, offset=self._offset)
+
+    def wait_until_written(self) -> None:
+        """Wait, in the order of the device, until the latest :meth:`write` is done."""
+        lease_of(self._host).release(offset=self._offset)
+
+    def read(self) -> Tensor:
+        """Start to copy the bytes to the device, and return them; see :class:`Arrival`."""
+        lease = lease_of(self._host)
+        lease.recover()
+        return lease.prefetch(offset=self._offset, nbytes=self.nbytes, device=self._device)
+
+
+class Content:
+    """What a place holds: the bytes of one dense tensor, and how they are read.
+
+    Attributes:
+        place: the place.
+        meta: a tensor without data that has the same layout.
+        device: the device of the tensor.
+    """
+
+    __slots__ = ("__weakref__", "device", "meta", "place")
+
+    def __init__(self, place: Place, tensor: Tensor) -> None:
+        self.place = place
+        self.device = tensor.device
+        whole = tensor if _is_whole(tensor) else torch.empty_like(tensor, device="meta")
+        self.meta = torch.empty_strided(
+            whole.shape, whole.stride(), dtype=tensor.dtype, device="meta"
+        )
+
+    def store(self, tensor: Tensor) -> None:
+        """Copy ``tensor`` to the place, and wait for that in the order of the device."""
+        self.start_storing(tensor)
+        self.place.wait_until_written()
+
+    def start_storing(self, tensor: Tensor) -> Tensor:
+        """Start to copy ``tensor`` to the place; return what must be held until that is done."""
+        if not _is_whole(tensor) or tensor.stride() != self.meta.stride():
+            whole = torch.empty_like(self.meta, device=tensor.device)
+            tensor = whole.copy_(tensor)
+        self.place.write(tensor)
+        return tensor
+
+    def start_fetching(self) -> Tensor:
+        """Return a new tensor of the device that starts to get the bytes.
+
+        Pass it to :func:`arrive` before it is read.
+        """
+        fresh, meta = self.place.read(), self.meta
+        typed = fresh[: meta.nbytes].view(meta.dtype)
+        return typed.as_strided(meta.shape, meta.stride())
+
+    def fetch(self) -> Tensor:
+        """Return a new tensor of the device that has the bytes."""
+        fresh = self.start_fetching()
+        arrive(fresh)
+        return fresh
+
+
+def arrive(fresh: Tensor) -> None:
+    """Wait, in the order of the device, until a tensor of :meth:`Content.start_fetching` is there.
+
+    Raises:
+        TransferError: the copy failed.
+    """
+    Arrival.wait(fresh)
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether copying the storage of ``tensor`` copies just its elements, once each."""
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return False
+    dense = torch.empty_like(tensor, device="meta")  # has other strides if elements overlap
+    return dense.stride() == tensor.stride()
+
+
+View = Callable[[Tensor], Tensor]
+
+
+class HostTensor(torch_compat.OffDevice):
+    """A tensor of the device whose bytes are in host memory; see the module.
+
+    A view of it is another one with the same content, which writes to the same bytes.
+
+    Attributes:
+        content: the bytes.
+    """
+
+    content: Content
+    _view: View | None
+
+    @staticmethod
+    def __new__(cls: Any, content: Content, view: View | None = None) -> HostTensor:
+        """Return a tensor that has ``content``, or ``view`` of it."""
+        with torch_compat.real_execution():
+            meta = content.meta if view is None else view(content.meta)
+        made: HostTensor = torch_compat.wrapper_tensor(cls, meta, content.device)
+        made.content, made._view = content, view
+        return made
+
+    def on_device(self) -> Tensor:
+        """Return a copy on the device."""
+        return self.of(self.content.fetch())
+
+    def of(self, base: Tensor) -> Tensor:
+        """Return what this is of ``base``, a tensor with all of the content."""
+        return base if self._view is None else self._view(base)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a plain copy in host memory."""
+        memo[id(self)] = made = self.on_device().cpu()
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how to pickle a plain copy in host memory."""
+        plain: Any = self.on_device().cpu()
+        return plain.__reduce_ex__(protocol)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Return a description without values."""
+        return f"HostTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator on the device, and copy back what it has written."""
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func is aten.record_stream.default:
+            return None  # no memory of the device belongs to it
+        if func.is_view and isinstance(first, HostTensor):
+            return _view_of(func, first, args, kwargs)
+        count = _list_length(func, args)
+        if count > 1:
+            return _one_by_one(func, args, kwargs, count)
+        return _run(func, args, kwargs)
+
+
+def _view_of(func: Any, base: HostTensor, args: Any, kwargs: Any) -> Any:
+    """Return a view of ``base``, or a list of views, without copying anything."""
+    rest = args[1:]
+    whole = base.of(base.content.meta)
+    made = func(whole, *rest, **kwargs)
+
+    def part(at: int | None) -> HostTensor:
+        def view(content: Tensor) -> Tensor:
+            result: Any = func(base.of(content), *rest, **kwargs)
+            made: Tensor = result if at is None else result[at]
+            return made
+
+        return HostTensor(base.content, view)
+
+    if isinstance(made, Tensor):
+        unchanged = func in (aten.detach.default, aten.alias.default)
+        return HostTensor(base.content, base._view) if unchanged else part(None)
+    return type(made)(part(at) for at in range(len(made)))
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run ``func`` on copies of its host tensors, and copy back those that it has written."""
+    bases: dict[int, tuple[Content, Tensor]] = {}
+    originals: dict[int, HostTensor] = {}
+
+    def fetched(value: Any) -> Any:
+        if not isinstance(value, HostTensor):
+            return value
+        content = value.content
+        if id(content) not in bases:
+            bases[id(content)] = content, content.fetch()
+        real = value.of(bases[id(content)][1])
+        originals[id(real)] = value
+        return real
+
+    given = pytree.tree_map(fetched, (args, kwargs))
+    result = func(*given[0], **given[1])
+    written = {id(host.content) for host in _written(func, args, kwargs)}
+    for key in written:
+        content, base = bases[key]
+        content.store(base)
+    # What an operator writes to and returns is the caller's tensor, not the copy.
+    return pytree.tree_map(lambda made: originals.get(id(made), made), result)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[HostTensor]:
+    """Return the host tensors that ``func`` writes to, as its schema says."""
+    written: list[HostTensor] = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            leaves = pytree.tree_leaves(value)
+            written += [leaf for leaf in leaves if isinstance(leaf, HostTensor)]
+    return written
+
+
+def _list_length(func: Any, args: Any) -> int:
+    """Return the length of the lists of an operator that treats each element by itself, else 0."""
+    name = func._schema.name
+    if not name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")):
+        return 0
+    first = args[0]
+    return len(first) if isinstance(first, (list, tuple)) else 0
+
+
+def _one_by_one(func: Any, args: Any, kwargs: Any, count: int) -> Any:
+    """Run a ``foreach`` operator for one element of its lists at a time."""
+
+    def element(value: Any, at: int) -> Any:
+        is_list = isinstance(value, (list, tuple)) and len(value) == count
+        return [value[at]] if is_list else value
+
+    results: list[Any] = []
+    for at in range(count):
+        made = _run(
+            func,
+            tuple(element(value, at) for value in args),
+            {name: element(value, at) for name, value in kwargs.items()},
+        )
+        if made is not None:
+            results += made
+    return results or None
