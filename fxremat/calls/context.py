@@ -54,8 +54,12 @@ def context_fields(
             if leaf is not None and (leaf.grad is None or (primal in only and adds(leaf)))
         )
     hosted: frozenset[int] = frozenset()
+    state_bytes, step_bytes = loop.optimizers.beyond(graph.optimizer_bytes), 0
     if loop.hosting is not None:
         hosted = loop.hosting.gradients_among(leaves, gradients)
+        step_bytes = loop.hosting.placement.step_bytes
+        if not loop.optimizers.all_have_stepped:  # else what is on the device is counted
+            state_bytes -= loop.hosting.state_bytes(leaves, gradients)
     together = graph.together
     fields = (
         sizes,
@@ -65,7 +69,8 @@ def context_fields(
         len(waiting),
         sum([step.held_bytes for step in waiting]),
         kept_bytes,
-        loop.optimizers.beyond(graph.optimizer_bytes),
+        state_bytes,
+        step_bytes,
         0 if together else loop.networks_bytes(),
         torch_compat.bucket_bytes(),
         new_workspace_bytes(graph) if on_cuda else 0,

@@ -25,9 +25,14 @@ from fxremat.calls.watch import (
     watch_step,
 )
 from fxremat.graph.compiled_plan import CompiledPlan
+from fxremat.graph.further import link_of
 from fxremat.graph.graph import Graph
+from fxremat.loop.hosting import NOTHING
 from fxremat.loop.loop import Loop
+from fxremat.loop.placement import Placement, placements
 from fxremat.passes.parts.early_gradients import computed_again
+from fxremat.planner.context.step_context import StepContext
+from fxremat.planning.place import choose_placement
 from fxremat.planning.planner import first_plan
 from fxremat.ranks.combine import AGREED, agreed_corrections
 from fxremat.regions.regions import Regions
@@ -64,6 +69,8 @@ def plan_first_call(
     """
     load_feedback(graph)
     values = [inputs.get(i) for i in range(graph.signature.primal_count)]
+    if loop.hosting is not None and not loop.hosting.is_chosen:
+        _place(loop, graph, values, several=regions.several or kept is not None)
     fields, _ = context_fields(loop, graph, values, graph.sizes.hints)
     own = context_of(loop, graph, fields, several=regions.several)
     context = regions.unplanned_context(loop, graph, own) if regions.several else own
@@ -73,6 +80,37 @@ def plan_first_call(
         regions.check_least(loop, graph, own, made)
     graph.calls.plans[context] = compiled
     return compiled
+
+
+def _place(loop: Loop, graph: Graph, values: Sequence[Any], *, several: bool) -> None:
+    """Choose what optimizer state and gradients live in host memory, and move them there.
+
+    Args:
+        loop: the training loop of the model.
+        graph: the first graph that was captured.
+        values: the values of its primals.
+        several: the step has several graphs, or follows a saved plan: everything goes there.
+
+    Raises:
+        BudgetError, CostError, HostMemoryError: see :func:`fxremat.compile`.
+    """
+    hosting, link = loop.hosting, link_of(graph)
+    assert hosting is not None and link is not None
+    choices = placements(hosting.trained, link, hosting.all_bytes)
+
+    def context_with(placement: Placement) -> StepContext:
+        hosting.placement = placement
+        fields, _ = context_fields(loop, graph, values, graph.sizes.hints)
+        return context_of(loop, graph, fields, several=False)
+
+    try:
+        chosen = choices[-1]
+        if not several:
+            chosen = choose_placement(graph, loop.budget, choices, context_with)
+    finally:
+        hosting.placement = NOTHING
+    with torch_compat.real_execution():  # this is inside of a capture
+        hosting.use(chosen)
 
 
 def begin(

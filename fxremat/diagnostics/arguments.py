@@ -177,6 +177,82 @@ ARGUMENTS = (
             """,
         ),
     ),
+    Diagnostic(
+        "FXR411",
+        ArgumentError,
+        "An optimizer cannot step some parameters at a time",
+        why="With `HostMemory(state=True)` an optimizer steps some parameters after the others, so "
+        "that only their state is on the device. That is tried on small parameters, and it changes "
+        "numbers if a step of one parameter depends on others, or counts its calls.",
+        remedy="Keep the state on the device, or use an optimizer that steps each parameter by "
+        "itself.",
+        trouble="""
+        class Clipping(torch.optim.SGD):
+            def step(self, closure=None):
+                torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+                return super().step(closure)
+
+
+        host = fxremat.HostMemory("auto", state=True)
+        optimizer = Clipping(model.parameters(), lr=0.1)
+        fxremat.compile(model, x, "64 MiB", optimizer=optimizer, offload=host)
+        """,
+        remedies=(
+            """
+            optimizer = Clipping(model.parameters(), lr=0.1)
+            fxremat.compile(model, x, "64 MiB", optimizer=optimizer, offload="auto")
+            """,
+            """
+            host = fxremat.HostMemory("auto", state=True)
+            optimizer = torch.optim.AdamW(model.parameters())
+            fxremat.compile(model, x, "64 MiB", optimizer=optimizer, offload=host)
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR412",
+        ArgumentError,
+        "`HostMemory(state=True)` without the optimizer",
+        why="The state is moved by the step of the optimizer itself, so `compile` needs the object "
+        "that will step the model. A class only says how many bytes to count.",
+        remedy="Create the optimizer before `compile`, and pass it.",
+        trouble="""
+        host = fxremat.HostMemory("auto", state=True)
+        fxremat.compile(model, x, "64 MiB", optimizer="AdamW", offload=host)
+        """,
+        remedies=(
+            """
+            host = fxremat.HostMemory("auto", state=True)
+            optimizer = torch.optim.AdamW(model.parameters())
+            fxremat.compile(model, x, "64 MiB", optimizer=optimizer, offload=host)
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR413",
+        ArgumentError,
+        "`HostMemory(state=True)` has nothing to move",
+        why="Only plain parameters are moved. The state of distributed and quantized parameters "
+        "stays on the device, and so does that of parameters that the optimizer does not step.",
+        remedy="Omit `state=True`.",
+        trouble="""
+        class Wrapped(torch.nn.Parameter):
+            pass
+
+
+        linear = nn.Linear(64, 64, bias=False)
+        linear.weight = Wrapped(linear.weight.data)
+        optimizer = torch.optim.SGD(linear.parameters())
+        host = fxremat.HostMemory("auto", state=True)
+        fxremat.compile(linear, x[:, :64], "64 MiB", optimizer=optimizer, offload=host)
+        """,
+        remedies=(
+            """
+            optimizer = torch.optim.SGD(linear.parameters())
+            fxremat.compile(linear, x[:, :64], "64 MiB", optimizer=optimizer, offload="auto")
+            """,
+        ),
+    ),
 )
 
 SAMPLES = (

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxremat.errors import ArgumentError
+from fxremat.loop.optimizer_state import StateBytes
+from fxremat.loop.placement import Placement, Trained, trained_parameters
 from fxremat.loop.windows import WindowedStep
+from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.host_tensor import HostSpace, Place
 
-SMALL_SHARE = 0.005
-"""The smallest parameters, up to this share of all their bytes, keep gradient and state on the
-device: copying them takes longer than their bytes are worth."""
-
-
-def large_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters whose gradient and state may live in host memory, the largest first.
-
-    They are dense, they are on a device whose memory is counted, and they are not among the
-    smallest ones, which together have :data:`SMALL_SHARE` of the bytes.
-    """
-    trained: list[Tensor] = [p for p in parameters if p.requires_grad and type(p) is nn.Parameter]
-    ordered = sorted(trained, key=lambda p: p.nbytes)
-    small_bytes, total_bytes = 0, sum(p.nbytes for p in ordered)
-    while ordered and small_bytes + ordered[0].nbytes <= SMALL_SHARE * total_bytes:
-        small_bytes += ordered.pop(0).nbytes
-    return ordered[::-1]
+NOTHING = Placement({}, {}, 0, 0.0, 0.0)
 
 
 @dataclass(eq=False)
@@ -35,29 +25,106 @@ class Hosting:
     """What of a model's training lives in host memory between its uses.
 
     Attributes:
-        state_of: ``id`` of each parameter whose optimizer state is in host memory.
-        gradient_of: ``id`` of each parameter whose gradient is there.
+        trained: the parameters whose gradient and state may be there, the largest first.
+        optimizers: the optimizers that step them.
+        all_bytes: bytes of all parameters that these step.
         space: the host memory.
-        window_bytes: bytes of gradients and state that an optimizer's step has on the device.
+        placement: what is there now.
+        is_chosen: whether the placement is final.
+        room: returns the bytes that an optimizer's step may have on the device in addition to what
+            is held between steps; ``None``: as few as possible.
     """
 
+    trained: tuple[Trained, ...]
+    optimizers: tuple[Callable[[], torch.optim.Optimizer | None], ...]
+    all_bytes: int
     space: HostSpace
-    state_of: frozenset[int]
-    gradient_of: frozenset[int]
-    window_bytes: int
+    placement: Placement = NOTHING
+    is_chosen: bool = False
+    room: Callable[[], int | None] = lambda: None
     _places: dict[int, Place] = field(default_factory=dict)
     _steps: list[WindowedStep] = field(default_factory=list)
 
-    def wrap(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the optimizer step some parameters at a time, with state in host memory."""
-        self._steps.append(
-            WindowedStep(
-                optimizer,
-                space=self.space,
-                is_hosted=lambda parameter: id(parameter) in self.state_of,
-                window_bytes=lambda: self.window_bytes,
+    @staticmethod
+    def of(
+        optimizers: Sequence[Any],
+        model: nn.Module,
+        state: StateBytes,
+        *,
+        device: torch.device,
+        folder: str | None,
+        limit: HostLimit,
+    ) -> Hosting:
+        """Return the parameters of ``model`` whose gradient and state may be in host memory.
+
+        Args:
+            optimizers: the optimizers that ``optimizer=`` names.
+            model: the model.
+            state: bytes of each tensor of their state, by the ``id`` of the parameter.
+            device: the device of the model.
+            folder: for a CPU, the folder of the file that represents host memory.
+            limit: the limit of all host memory of the model.
+
+        Raises:
+            ArgumentError: there is no optimizer that exists, an optimizer cannot step some
+                parameters at a time, or no parameter is eligible.
+        """
+        made = [own for own in optimizers if isinstance(own, torch.optim.Optimizer)]
+        if not made or len(made) < len(optimizers):
+            raise ArgumentError(
+                "HostMemory(state=True) needs the optimizer that will step the model, not its "
+                f"class: optimizer= is {list(optimizers)!r}. Create the optimizer first and pass "
+                "optimizer=optimizer",
+                argument="offload",
+                value=optimizers,
+                code="FXR412",
             )
-        )
+        trained = trained_parameters(made, model, state)
+        if not trained:
+            raise ArgumentError(
+                "HostMemory(state=True) has nothing to move: none of the parameters that the "
+                "optimizer steps is a plain nn.Parameter of the model. Distributed and quantized "
+                "parameters keep their state on the device. Omit state=True",
+                argument="offload",
+                value=optimizers,
+                code="FXR413",
+            )
+        parameters = {id(p): p for own in made for g in own.param_groups for p in g["params"]}
+        space = HostSpace(device, folder=folder, limit=limit)
+        all_bytes = sum(p.nbytes for p in parameters.values())
+        return Hosting(tuple(trained), tuple(map(weakref.ref, made)), all_bytes, space)
+
+    def use(self, placement: Placement) -> None:
+        """Move state and gradients to host memory from now on, as ``placement`` says.
+
+        Raises:
+            HostMemoryError: the memory cannot be allocated. Nothing is changed.
+        """
+        if placement.host_bytes:
+            self.space.reserve(placement.host_bytes)
+        self.placement, self.is_chosen = placement, True
+        if not (placement.state or placement.gradients):
+            return
+        temporary = max(own.costs.temporary for own in self.trained)
+        for reference in self.optimizers:
+            optimizer = reference()
+            if optimizer is not None:
+                step = WindowedStep(
+                    optimizer,
+                    space=self.space,
+                    is_hosted=lambda parameter: id(parameter) in placement.state,
+                    room=self.room,
+                    temporary=temporary,
+                )
+                step.move_existing_state()
+                self._steps.append(step)
+
+    def release(self) -> None:
+        """Move everything back to the device, and give the optimizers their own ``step``."""
+        for step in self._steps:
+            step.remove()
+        self._steps.clear()
+        self.placement = NOTHING
 
     def gradients_among(
         self, leaves: Sequence[Tensor | None], computed: Iterable[int]
@@ -68,7 +135,13 @@ class Hosting:
             leaves: for each primal its leaf tensor; ``None`` where it is no leaf.
             computed: the primals that the graph computes a gradient of.
         """
-        return frozenset([i for i in computed if id(leaves[i]) in self.gradient_of])
+        hosted = self.placement.gradients
+        return frozenset([i for i in computed if id(leaves[i]) in hosted])
+
+    def state_bytes(self, leaves: Sequence[Tensor | None], computed: Iterable[int]) -> int:
+        """Return the bytes of state in host memory of the primals ``computed``."""
+        hosted = self.placement.state
+        return sum({id(leaves[i]): hosted.get(id(leaves[i]), 0) for i in computed}.values())
 
     def take_gradient(self, leaf: Tensor, gradient: Tensor) -> Tensor:
         """Return ``gradient`` as a tensor in host memory, if that is where the leaf's belongs.
@@ -79,7 +152,7 @@ class Hosting:
         Raises:
             HostMemoryError, TransferError: it cannot be copied.
         """
-        if id(leaf) not in self.gradient_of or leaf.grad is not None:
+        if id(leaf) not in self.placement.gradients or leaf.grad is not None:
             return gradient
         place = self._places.get(id(leaf))
         if place is None:

@@ -118,6 +118,8 @@ class Loop:
     def leave(self) -> None:
         """Have no other network count what this one holds any more."""
         _loops.discard(self)
+        if self.hosting is not None:
+            self.hosting.release()
 
     def held_tensors(self) -> list[torch.Tensor]:
         """Return parameters, buffers, gradients and optimizer state of the model."""
@@ -131,6 +133,27 @@ class Loop:
     def _is_active(self, other: Loop) -> bool:
         """Return whether ``other`` is on this device and was called since this was compiled."""
         return other.last_call > self.born and other.device == self.device
+
+    def optimizer_room_bytes(self) -> int | None:
+        """Return the bytes that an optimizer's step may allocate within the budget.
+
+        ``None`` if there is no budget yet, or what is held cannot be counted.
+        """
+        if self.budget.nbytes is None:
+            return None
+        coming_bytes = 0
+        if self.hosting is not None and not self.optimizers.all_have_stepped:
+            device_bytes = sum(self.caller.held_bytes) - self.hosting.placement.state_bytes
+            coming_bytes = max(0, device_bytes - self.optimizers.state_bytes)
+        counted = torch_compat.counted_bytes(self.device)
+        if counted is not None:
+            return max(0, self.budget.nbytes - counted[0] - coming_bytes)
+        held = torch_compat.storages_on(self.device, self.held_tensors())
+        kept_bytes = self.in_flight.kept_bytes(())
+        given_bytes = sum(self.caller.target_bytes) + self.caller.reserve_bytes
+        held_bytes = sum(held.values()) + kept_bytes + given_bytes + coming_bytes
+        held_bytes += self.networks_bytes()
+        return max(0, self.budget.nbytes - held_bytes)
 
     def look_outside(self, arguments: Iterable[torch.Tensor]) -> None:
         """Measure the bytes of tensors that the training loop holds outside the model.

@@ -98,10 +98,11 @@ class Optimizers:
         if not self._measured:
             return 0
         more_bytes = self.state_bytes - counted_bytes
-        return more_bytes if self._all_have_stepped() else max(0, more_bytes)
+        return more_bytes if self.all_have_stepped else max(0, more_bytes)
 
-    def _all_have_stepped(self) -> bool:
-        """Return whether each optimizer that ``optimizer=`` names has stepped the model."""
+    @property
+    def all_have_stepped(self) -> bool:
+        """Whether each optimizer that ``optimizer=`` names has stepped the model."""
         stepped = [one for one, own in self._measured.items() if own.steps_model and own.steps]
         return bool(stepped) and all(
             any(

@@ -21,6 +21,9 @@ from fxremat.units import plural
 KEPT_BYTES = 4096
 """State of at most this size stays on the device, such as a count of steps."""
 
+MOST_WINDOW_BYTES = 1 << 30
+"""A larger window makes transfers no faster, and its first and last transfers overlap nothing."""
+
 Window = tuple[tuple[dict[str, Any], list[Tensor]], ...]
 """Parameters that an optimizer steps together, with their groups."""
 
@@ -106,8 +109,10 @@ class WindowedStep:
         optimizer: the optimizer, whose ``step`` is replaced. It is not kept alive.
         space: host memory for its state.
         is_hosted: returns whether the state of a parameter is in host memory.
-        window_bytes: returns the bytes of gradients and state that a window may have. A parameter
-            with more is a window by itself.
+        room: returns the bytes that a step may have on the device in addition to what is held
+            between steps; ``None``: as few as possible. A parameter with more is a window by
+            itself.
+        temporary: bytes that the optimizer allocates and frees for each byte of a parameter.
     """
 
     def __init__(
@@ -116,16 +121,34 @@ class WindowedStep:
         *,
         space: HostSpace,
         is_hosted: Callable[[Tensor], bool],
-        window_bytes: Callable[[], int],
+        room: Callable[[], int | None] = lambda: None,
+        temporary: float = 2.0,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._space = space
         self._is_hosted = is_hosted
-        self._window_bytes = window_bytes
+        self._room = room
+        self._temporary = temporary
         self._run = torch_compat.unhooked_step(optimizer)
         # Parameters that a failed step has stepped, with their gradients' identity and version.
         self._stepped: dict[Tensor, tuple[int, int]] = {}
         torch_compat.replace_step(optimizer, self._step)
+        self._hooks = (
+            optimizer.register_state_dict_post_hook(_as_plain),
+            optimizer.register_load_state_dict_post_hook(weak_call(self.move_existing_state)),
+        )
+
+    def move_existing_state(self) -> None:
+        """Move the state that exists to host memory."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for parameter, state in optimizer.state.items():
+            if self._is_hosted(parameter):
+                for name, value in state.items():
+                    if _may_leave(value, parameter):
+                        content = Content(self._space.place(value.nbytes), value)
+                        content.store(value)
+                        state[name] = HostTensor(content)
 
     def remove(self) -> None:
         """Give the optimizer its own ``step`` again, and its state back to the device."""
@@ -133,6 +156,8 @@ class WindowedStep:
         if optimizer is None:
             return
         torch_compat.restore_step(optimizer)
+        for hook in self._hooks:
+            hook.remove()
         for state in optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, HostTensor):
@@ -150,18 +175,29 @@ class WindowedStep:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad(), _interrupts_deferred():
-            try:
-                self._step_windows(optimizer, overlap=True)
-            except (TransferError, torch.OutOfMemoryError):
-                self._step_windows(optimizer, overlap=False)
-            except Exception as error:
-                self._note(error, optimizer)
-                raise
-            self._stepped.clear()
+            self.run(optimizer)
         return loss
 
-    def _step_windows(self, optimizer: torch.optim.Optimizer, *, overlap: bool) -> None:
-        windows = self._windows(optimizer)
+    def run(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step all parameters, without hooks of the optimizer.
+
+        Raises:
+            TransferError: a copy failed twice.
+            Exception: what the optimizer raises.
+        """
+        room_bytes = self._room()
+        try:
+            try:
+                self._step_windows(optimizer, room_bytes)
+            except (TransferError, torch.OutOfMemoryError):
+                self._step_windows(optimizer, 0)
+        except Exception as error:
+            self._note(error, optimizer)
+            raise
+        self._stepped.clear()
+
+    def _step_windows(self, optimizer: torch.optim.Optimizer, room_bytes: int | None) -> None:
+        windows, overlap = self._windows(optimizer, room_bytes)
         fetched = _Fetched()
         leaving: list[_Leaving] = []
         try:
@@ -208,39 +244,50 @@ class WindowedStep:
             for group, parameters in everything:
                 group["params"] = parameters
 
-    def _windows(self, optimizer: torch.optim.Optimizer) -> list[Window]:
-        """Return the parameters to step, in windows; those that are stepped already are left out.
+    def _windows(
+        self, optimizer: torch.optim.Optimizer, room_bytes: int | None
+    ) -> tuple[list[Window], bool]:
+        """Return the parameters to step, in windows, and whether transfers overlap with steps.
 
-        They are those of a step that failed, if it is continued.
+        If they do, three windows at a time have memory: one arrives and one leaves. Parameters that
+        a failed step has stepped are left out if this step continues it.
         """
         continued = self._stepped and all(
             _gradient_key(parameter) == key for parameter, key in self._stepped.items()
         )
         if not continued:
             self._stepped.clear()
-        most_bytes, taken_bytes = self._window_bytes(), 0
+        costs = {
+            parameter: self._bytes_of(optimizer, parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter not in self._stepped
+        }
+        overlap = room_bytes is None or room_bytes >= 3 * max(costs.values(), default=0)
+        most_bytes = min((room_bytes or 0) // (3 if overlap else 1), MOST_WINDOW_BYTES)
         windows: list[list[tuple[dict[str, Any], list[Tensor]]]] = [[]]
+        taken_bytes = 0
         for group in optimizer.param_groups:
             windows[-1].append((group, []))
             for parameter in group["params"]:
-                if parameter in self._stepped:
+                if parameter not in costs:
                     continue
-                nbytes = self._bytes_of(optimizer, parameter)
-                if taken_bytes and taken_bytes + nbytes > most_bytes:
+                if taken_bytes and taken_bytes + costs[parameter] > most_bytes:
                     windows.append([(group, [])])
                     taken_bytes = 0
                 windows[-1][-1][1].append(parameter)
-                taken_bytes += nbytes
+                taken_bytes += costs[parameter]
         filled = (tuple(part for part in window if part[1]) for window in windows)
-        return [window for window in filled if window]
+        return [window for window in filled if window], overlap
 
     def _bytes_of(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
-        """Return the bytes that a window has on the device because of ``parameter``."""
+        """Return the bytes that stepping ``parameter`` takes in addition to what is held."""
         state = optimizer.state.get(parameter, {}).values()
         tensors = [value for value in (parameter.grad, *state) if isinstance(value, HostTensor)]
-        if not tensors and self._is_hosted(parameter):
-            return 3 * parameter.nbytes  # its state does not exist yet
-        return sum([tensor.content.meta.nbytes for tensor in tensors])
+        moved_bytes = sum([tensor.content.meta.nbytes for tensor in tensors])
+        if not state and self._is_hosted(parameter):
+            moved_bytes += 2 * parameter.nbytes  # it is allocated now
+        return moved_bytes + int((1 + self._temporary) * parameter.nbytes)
 
     def _fetch(self, optimizer: torch.optim.Optimizer, window: Window) -> _Fetched:
         """Start to fetch the gradients and the state of ``window``."""
@@ -301,6 +348,32 @@ class WindowedStep:
                 "their state. The others, and their state, are as before the step. Call step() "
                 "again to step the others"
             )
+
+
+def weak_call(method: Callable[[], object]) -> Callable[..., None]:
+    """Return a function that calls a bound method without arguments while its object exists."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*_: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+def _as_plain(_optimizer: object, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict with plain copies, in host memory, of what is there."""
+    plain = {
+        key: {
+            name: value.on_device().cpu() if isinstance(value, HostTensor) else value
+            for name, value in state.items()
+        }
+        if isinstance(state, dict)
+        else state
+        for key, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": plain}
 
 
 def _end(leaving: list[_Leaving]) -> None:

@@ -102,6 +102,7 @@ def _read_offload(argument: str, value: Any) -> transfers.HostMemory | None:
         conv=host.what == "conv",
         limit_bytes=cast("int | None", host.limit),
         folder=cast("str | None", host.folder),
+        state=host.state,
     )
 
 

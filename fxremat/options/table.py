@@ -128,7 +128,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "offload",
         '`False`, `"auto"`, `"only"`, `"conv"`, or a `HostMemory`',
-        "Whether activations may be moved to host memory, and how much of it they may take.",
+        "Whether activations, gradients and optimizer state may be in host memory, and how much.",
         False,
         (
             Field(
@@ -144,6 +144,7 @@ OPTIONS: tuple[Option, ...] = (
                 "folder of the file that represents host memory on a CPU",
                 part="folder",
             ),
+            Field("host_state", bool, "optimizer state in host memory", False, part="state"),
         ),
         agreed=True,
     ),

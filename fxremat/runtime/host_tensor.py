@@ -55,7 +55,8 @@ class HostSpace:
         if nbytes <= self._end - self._next:
             return
         arena = Arena(nbytes, device=self.device, host_dir=self._folder, limit=self._limit)
-        self._blocks.append((arena, arena.open()))
+        with torch_compat.real_execution():  # a capture may be active
+            self._blocks.append((arena, arena.open()))
         self._next, self._end = 0, nbytes
 
     def place(self, nbytes: int) -> Place:

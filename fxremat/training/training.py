@@ -11,12 +11,15 @@ from types import CodeType
 import torch
 from torch import nn
 
+from fxremat import torch_compat
 from fxremat.cache.folder import Store
 from fxremat.calls.plans import record_of
+from fxremat.costs.measured.measure import device_of
 from fxremat.errors import CaptureError, PlanError
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.graph import Graph
 from fxremat.loop.comparison import Comparison
+from fxremat.loop.hosting import Hosting
 from fxremat.loop.loop import Loop
 from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
 from fxremat.options.arguments import Arguments
@@ -57,6 +60,11 @@ class CaptureAborted(BaseException):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def room_of(loop: Loop | None) -> int | None:
+    """Return the bytes that a step of an optimizer may allocate; ``None``: as few as possible."""
+    return None if loop is None else loop.optimizer_room_bytes()
 
 
 @dataclass(eq=False)
@@ -135,7 +143,7 @@ class Training:
             target_bytes=target_bytes,
             budget_on=options.budget_on,
         )
-        host = options.host.limit if options.host is not None else None
+        limit = options.host.limit if options.host is not None else None
         hint = ". The state of an optimizer is not in these bytes: optimizer= counts it"
         budget = TrainingBudget(
             options.budget,
@@ -147,11 +155,23 @@ class Training:
             budget,
             caller,
             options.optimizers,
-            host=host,
+            host=limit,
             peers=peers,
             state=state,
             comparison=Comparison(options.verify_bits),
         )
+        host = options.host
+        if host is not None and host.state:
+            loop.hosting = Hosting.of(
+                options.optimizers,
+                torch_compat.wrapped_by(model),
+                state,
+                device=device_of(model),
+                folder=host.folder,
+                limit=host.limit,
+            )
+            reference = weakref.ref(loop)
+            loop.hosting.room = lambda: room_of(reference())
         return Training(loop, options, progress, needs, saved_plan=options.kept)
 
     @property

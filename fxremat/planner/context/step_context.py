@@ -73,6 +73,8 @@ class StepContext:
         kept_bytes: bytes of outputs of earlier steps that the caller still holds.
         state_bytes: bytes of optimizer state beyond what ``optimizer=`` declares; negative if there
             are fewer.
+        step_bytes: bytes that a step of an optimizer has on the device, at least, if a part of its
+            state or of the gradients is in host memory.
         networks_bytes: bytes held by other compiled networks of this process.
         bucket_bytes: size of each gradient buffer of a wrapper.
         workspace_bytes: bytes of library workspaces for threads and streams that ran no step before
@@ -105,6 +107,7 @@ class StepContext:
     waiting_bytes: int = 0
     kept_bytes: int = 0
     state_bytes: int = 0
+    step_bytes: int = 0
     networks_bytes: int = 0
     bucket_bytes: tuple[int, ...] = ()
     workspace_bytes: int = 0
@@ -190,6 +193,7 @@ class StepContext:
             given_each_bytes=(*base.given_each_bytes, *more),
             added=(frozenset() if self.cleared else self.added) | self.hosted,
             host_bytes=self.host_bytes,
+            end_bytes=max(base.end_bytes, self.step_bytes),
             released_bytes=self.kept_bytes * self.released,
             cleared_bytes=cleared_bytes,
             tangents_stay=self.tangents_stay,

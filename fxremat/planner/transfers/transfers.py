@@ -41,6 +41,7 @@ class HostMemory:
         limit_bytes: the most that may be used; ``None``: no limit.
         folder: folder of the file that stands for host memory on a CPU; ``None``: the system's
             folder for temporary files.
+        state: optimizer state and gradients may live in host memory, too.
         link: speed of the link if the step is estimated without access to the host; ``None``: it is
             measured.
         limit: the limit that the arenas of all plans for this memory share.
@@ -51,6 +52,7 @@ class HostMemory:
     limit_bytes: int | None = None
     folder: str | None = None
     link: MeasuredLink | None = None
+    state: bool = False
     limit: HostLimit = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +60,14 @@ class HostMemory:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return how to copy or pickle the object: a copy has its own ``limit``."""
-        return HostMemory, (self.only, self.conv, self.limit_bytes, self.folder, self.link)
+        return HostMemory, (
+            self.only,
+            self.conv,
+            self.limit_bytes,
+            self.folder,
+            self.link,
+            self.state,
+        )
 
 
 @dataclass(frozen=True, slots=True)
