@@ -307,8 +307,11 @@ def max_batch(
         )
     options = _whole("max_batch", options)
     asked = read_dim(model, call, dim)
+    measured = {**options}
+    if isinstance(host := options.get("offload"), HostMemory) and host.state:
+        measured["offload"] = replace(host, state="all")  # as the largest size needs
     try:
-        made = compile(model, call, f"100% {read.counted}", dynamic=True, **options)
+        made = compile(model, call, f"100% {read.counted}", dynamic=True, **measured)
     except SizesError as error:
         raise SizesError(
             error.found,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -95,6 +96,9 @@ def context_of(loop: Loop, graph: Graph, fields: ContextFields, *, several: bool
     context = graph.feedback.held(StepContext(*fields))
     if several:
         return context
+    if loop.hosting is not None and loop.host is not None and loop.host.nbytes is not None:
+        free_bytes = max(0, loop.host.nbytes - loop.hosting.placement.host_bytes)
+        context = replace(context, host_bytes=free_bytes)
     with loop.planning:
         return corrected(loop, graph, share_in_flight(graph, context, loop.budget))
 

@@ -89,7 +89,7 @@ def _place(loop: Loop, graph: Graph, values: Sequence[Any], *, several: bool) ->
         loop: the training loop of the model.
         graph: the first graph that was captured.
         values: the values of its primals.
-        several: the step has several graphs, or follows a saved plan: everything goes there.
+        several: the step has several graphs, or follows a saved plan: all of them live there.
 
     Raises:
         BudgetError, CostError, HostMemoryError: see :func:`fxremat.compile`.
@@ -105,7 +105,8 @@ def _place(loop: Loop, graph: Graph, values: Sequence[Any], *, several: bool) ->
 
     try:
         chosen = choices[-1]
-        if not several:
+        host = graph.options.host
+        if not (several or (host is not None and host.all_state)):
             chosen = choose_placement(graph, loop.budget, choices, context_with)
     finally:
         hosting.placement = NOTHING

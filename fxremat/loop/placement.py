@@ -31,6 +31,10 @@ TRIAL_BYTES = 16 << 20
 """The most bytes of a parameter on which a step of an optimizer is timed."""
 
 
+TEMPORARY = 2.0
+"""Bytes that a step of an optimizer is assumed to allocate for each byte of a parameter."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """What a step of an optimizer takes, for each byte of a parameter.
@@ -133,18 +137,25 @@ def trained_parameters(
         for group in optimizer.param_groups:
             costs |= {id(p): measured for p in group["params"] if id(p) in own}
     parameters = [p for p in model.parameters() if id(p) in costs and _may_live_on_host(p)]
-    return _large(parameters, state, costs)
+    return large_parameters(parameters, state, costs)
 
 
 def _may_live_on_host(parameter: Tensor) -> bool:
     return parameter.requires_grad and type(parameter) is nn.Parameter and parameter.is_leaf
 
 
-def _large(
+def large_parameters(
     parameters: Iterable[Tensor],
     state: Mapping[int, Sequence[int]],
     costs: Mapping[int, StepCosts],
 ) -> list[Trained]:
+    """Return the parameters that are not among the smallest ones, the largest first.
+
+    Args:
+        parameters: the parameters.
+        state: bytes of each tensor of optimizer state, by the ``id`` of the parameter.
+        costs: what a step of the optimizer takes, by the ``id`` of the parameter.
+    """
     ordered = sorted(parameters, key=lambda p: p.nbytes)
     small_bytes, total_bytes = 0, sum(p.nbytes for p in ordered)
     while ordered and small_bytes + ordered[0].nbytes <= SMALL_SHARE * total_bytes:

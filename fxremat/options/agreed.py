@@ -66,7 +66,7 @@ def _shown(asked: Arguments, option: str) -> str:
     """Return the value of an option as text that is equal in processes with equal values."""
     host, kept, policy = asked.host, asked.kept, asked.policy
     shown: dict[str, object] = {
-        "offload": host and (host.only, host.conv, host.limit_bytes, host.state),
+        "offload": host and (host.only, host.conv, host.limit_bytes, host.state, host.all_state),
         "plan": kept and _decided(kept),
         "policy": policy and getattr(policy, "__qualname__", type(policy).__qualname__),
         "regions": "one" if asked.fullgraph else asked.regions or "auto",

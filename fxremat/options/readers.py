@@ -102,7 +102,8 @@ def _read_offload(argument: str, value: Any) -> transfers.HostMemory | None:
         conv=host.what == "conv",
         limit_bytes=cast("int | None", host.limit),
         folder=cast("str | None", host.folder),
-        state=host.state,
+        state=bool(host.state),
+        all_state=host.state == "all",
     )
 
 

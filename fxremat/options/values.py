@@ -62,9 +62,10 @@ class HostMemory:
             The memory is allocated once, and freed with the module that ``compile`` returns.
         folder: for steps on a CPU, the folder of the file that represents host memory, on a fast
             disk or in memory. ``None`` uses the system's folder for temporary files.
-        state: whether the state of the optimizers in ``optimizer=`` and the gradients may live in
+        state: ``True``: the state of the optimizers in ``optimizer=`` and the gradients may live in
             host memory. As much of them does as makes the step fastest within the budget. The
             optimizer steps some parameters at a time, on the device, with the same bits as without.
+            ``"all"``: all of them do, whatever the budget is.
 
     Raises:
         ArgumentError: a value cannot be read.
@@ -73,7 +74,7 @@ class HostMemory:
     what: What = "auto"
     limit: int | str | None = None
     folder: str | os.PathLike[str] | None = None
-    state: bool = False
+    state: bool | Literal["all"] = False
 
     def __post_init__(self) -> None:
         if not (isinstance(self.what, str) and self.what in get_args(What)):
@@ -82,8 +83,8 @@ class HostMemory:
             object.__setattr__(self, "limit", read_bytes("limit", self.limit))
         if self.folder is not None:
             object.__setattr__(self, "folder", _read_folder("folder", self.folder))
-        if not isinstance(self.state, bool):
-            refuse("state", self.state, "True or False")
+        if not isinstance(self.state, bool) and self.state != "all":
+            refuse("state", self.state, "True, False or 'all'")
 
 
 def read_bytes(argument: str, value: object, *, most: int | None = None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from fxremat.graph.memory_record import roles_of
 from fxremat.graph.pools import all_pools
 from fxremat.ir import MeasuredLink
 from fxremat.loop.optimizer_state import copied_optimizer, counted_state, optimizer_bytes
+from fxremat.loop.placement import TEMPORARY, StepCosts, large_parameters, placements
 from fxremat.options.arguments import Arguments
 from fxremat.options.budget import Budget, TrainingBudget
 from fxremat.options.loss import Compared, LossOfOutputs, own_loss, target_bytes
@@ -37,7 +38,7 @@ from fxremat.progress import CAPTURE, PLAN, Progress
 from fxremat.report.estimate import Estimate, LossOf
 from fxremat.report.frontier import Batches
 from fxremat.report.plan import Plan
-from fxremat.sizing.fake import HOME, FakeCopies, capture
+from fxremat.sizing.fake import HOME, Captured, FakeCopies, capture
 from fxremat.sizing.max_batch import Batching, Dim, NamedDim, read_dim
 
 
@@ -118,9 +119,62 @@ def graph_without_data(
     )
     existing = captured.gradients if options.accumulate else frozenset()
     context = StepContext(graph.sizes.hints, existing, existing)
+    if options.host is not None and options.host.state:
+        context = _hosted(context, captured, inner, state, asked)
     budget = TrainingBudget(Budget(1.0, share=1.0), usual=options.assume == "usual")
     all_pools(graph, budget_contexts(graph, context, budget)[0])
     return graph, budget, context
+
+
+def _hosted(
+    context: StepContext,
+    captured: Captured,
+    model: nn.Module,
+    state: Mapping[int, tuple[int, ...]],
+    asked: Asked,
+) -> StepContext:
+    """Return ``context`` with all gradients and optimizer state that may be there in host memory.
+
+    Args:
+        context: the context of the captured call.
+        captured: the captured step.
+        model: the model, whose tensors are fake.
+        state: bytes of each tensor of optimizer state, by the ``id`` of a parameter.
+        asked: the arguments of the estimate.
+    """
+    host, device = _host(asked), asked.device
+    assert host is not None and host.link is not None
+    primals = {
+        torch_compat.storage_key(tensor): i
+        for i, tensor in captured.inputs.items()
+        if i in captured.gradients and torch_compat.is_dense(tensor)
+    }
+    parameters = {
+        primals[torch_compat.storage_key(p)]: p
+        for p in model.parameters()
+        if torch_compat.is_dense(p) and torch_compat.storage_key(p) in primals
+    }
+    # A step reads and writes a parameter and its state, and reads its gradient.
+    costs = {
+        id(p): StepCosts(
+            TEMPORARY,
+            (3 * p.nbytes + 2 * sum(state.get(id(p), ()))) / p.nbytes / device.bytes_per_s,
+        )
+        for p in parameters.values()
+    }
+    trained = large_parameters(parameters.values(), state, costs)
+    all_bytes = sum(p.nbytes for p in parameters.values())
+    *_, placement = placements(trained, host.link, all_bytes)
+    hosted = frozenset(i for i, p in parameters.items() if id(p) in placement.gradients)
+    limit_bytes = host.limit_bytes
+    return replace(
+        context,
+        hosted=hosted,
+        added=context.added | (hosted & context.existing),
+        state_bytes=-sum(placement.state.values()),
+        step_bytes=placement.step_bytes,
+        host_bytes=None if limit_bytes is None else max(0, limit_bytes - placement.host_bytes),
+    )
 
 
 def _host(asked: Asked) -> HostMemory | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -42,6 +42,7 @@ class HostMemory:
         folder: folder of the file that stands for host memory on a CPU; ``None``: the system's
             folder for temporary files.
         state: optimizer state and gradients may live in host memory, too.
+        all_state: all of them do, whatever the budget is.
         link: speed of the link if the step is estimated without access to the host; ``None``: it is
             measured.
         limit: the limit that the arenas of all plans for this memory share.
@@ -53,6 +54,7 @@ class HostMemory:
     folder: str | None = None
     link: MeasuredLink | None = None
     state: bool = False
+    all_state: bool = False
     limit: HostLimit = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -60,14 +62,7 @@ class HostMemory:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return how to copy or pickle the object: a copy has its own ``limit``."""
-        return HostMemory, (
-            self.only,
-            self.conv,
-            self.limit_bytes,
-            self.folder,
-            self.link,
-            self.state,
-        )
+        return HostMemory, tuple(getattr(self, own.name) for own in fields(self) if own.init)
 
 
 @dataclass(frozen=True, slots=True)
