@@ -112,6 +112,7 @@ def _place(loop: Loop, graph: Graph, values: Sequence[Any], *, several: bool) ->
         hosting.placement = NOTHING
     with torch_compat.real_execution():  # this is inside of a capture
         hosting.use(chosen)
+    graph.training_state = chosen.summary
 
 
 def begin(

@@ -34,7 +34,7 @@ from fxremat.graph.memory_record import roles_of
 from fxremat.graph.signature import Signature
 from fxremat.graph.spending import Spending
 from fxremat.graph.variant import Variant
-from fxremat.ir import TRACED, Form, MeasuredLink, Origin, RecordedCosts
+from fxremat.ir import TRACED, Form, MeasuredLink, Origin, RecordedCosts, TrainingState
 from fxremat.passes.contract import PassConfig
 from fxremat.passes.emit.rewrite import BlockModules
 from fxremat.passes.fuse.unit import Units
@@ -111,6 +111,7 @@ class Graph:
         feedback: what its steps have shown.
         calls: its plans, and what its calls leave for the next ones.
         link: the bandwidths to host memory, once they are measured.
+        training_state: the gradients and the optimizer state in host memory, for reports.
         sent: by sizes, for each variant, candidates of other contexts that move storages to host
             memory.
         modules: emitted blocks, shared by all plans.
@@ -167,6 +168,7 @@ class Graph:
         self.has_wrappers = any(map(torch_compat.is_wrapper, caller.resident))
         self.roles = roles or roles_of(inputs, caller.resident, self.places)
         self.optimizer_bytes = sum(caller.held_bytes)
+        self.training_state: TrainingState | None = None
         self.model, self._from_data = model, from_data
         self._refused: set[str] = set()
         self.costs = costs

@@ -99,7 +99,8 @@ def record_memory(
     if program.loss_point == len(program.calls):
         loss_point = record.pass_loss_point(requests.loss_point, context_bytes)
     end = record.next()
-    record.follow(requests.end, [Tensor("copy of a gradient", 0, Kind.WORKSPACES)])
+    needed = "step of the optimizer" if context_bytes.end_is_step else "copy of a gradient"
+    record.follow(requests.end, [Tensor(needed, 0, Kind.WORKSPACES)])
     modules = tuple(
         common_module(map(torch_compat.module_path, s.forward or s.backward)) for s in line.stages
     )
@@ -129,6 +130,8 @@ def describe_peak(program: Program, context_bytes: ContextBytes, footprints: Foo
     if instant == memory.loss_point:
         return "the loss point, between forward and backward"
     if instant == memory.end:
+        if context_bytes.end_is_step:
+            return "the optimizer's step, with the largest parameter's state"
         return "the end of the backward, when all gradients exist"
     op = program.calls[bisect_right(memory.calls, instant) - 1].op
     alive = memory.alive(instant)

@@ -12,3 +12,4 @@ from fxremat.ir.problem import *  # noqa: F403
 from fxremat.ir.recorded import *  # noqa: F403
 from fxremat.ir.schedule import *  # noqa: F403
 from fxremat.ir.timeline import *  # noqa: F403
+from fxremat.ir.training_state import *  # noqa: F403

@@ -17,7 +17,7 @@ from fxremat.loop.windows import WindowedStep
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.host_tensor import HostSpace, Place
 
-NOTHING = Placement({}, {}, 0, 0.0, 0.0)
+NOTHING = Placement({}, {}, 0, 0.0, 0.0, 0.0)
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxremat import torch_compat
 from fxremat.errors import ArgumentError
-from fxremat.ir import MeasuredLink
+from fxremat.ir import MeasuredLink, TrainingState
 from fxremat.loop.optimizer_state import copied_optimizer
 from fxremat.loop.windows import KEPT_BYTES, WindowedStep
 from fxremat.runtime.arena import HostLimit
@@ -86,14 +86,30 @@ class Placement:
         step_bytes: bytes that the optimizers' steps have on the device, at least, in addition to
             what is held between steps.
         optimizer_s: predicted seconds of the optimizers' steps, with their transfers.
-        transfer_s: predicted seconds that the transfers add to a training step.
+        backward_s: predicted seconds that the transfers of gradients add to the backward.
+        transfer_s: predicted seconds that all transfers add to a training step.
     """
 
     state: Mapping[int, int]
     gradients: Mapping[int, int]
     step_bytes: int
     optimizer_s: float
+    backward_s: float
     transfer_s: float
+
+    @property
+    def summary(self) -> TrainingState | None:
+        """The bytes and seconds for a plan's record; ``None`` if nothing is in host memory."""
+        if not self.host_bytes:
+            return None
+        return TrainingState(
+            self.state_bytes,
+            self.gradient_bytes,
+            self.step_bytes,
+            self.optimizer_s,
+            self.backward_s,
+            self.transfer_s,
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -235,6 +251,7 @@ def _placement(
         by_gradient,
         step_bytes,
         optimizer_s,
+        backward_s,
         optimizer_s - computing_s + backward_s,
     )
 

@@ -123,7 +123,9 @@ def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> 
         candidate.moves,
         roles=graph.roles,
         held_outside={
-            Kind.GRADIENTS: sum(graph.gradient_bytes(context.sizes, context.existing)),
+            Kind.GRADIENTS: sum(
+                graph.gradient_bytes(context.sizes, context.existing - context.hosted)
+            ),
             Kind.OPTIMIZER: graph.optimizer_bytes + context.state_bytes,
             Kind.RESERVE: graph.caller.reserve_bytes,
         },
@@ -187,6 +189,7 @@ def _plan(
         zeros_budget_bytes=chosen.zeros_budget_bytes,
         forms_left=chosen.forms_left,
         decided=decided_in(line),
+        training_state=graph.training_state,
     )
 
 

@@ -19,6 +19,7 @@ from fxremat.ir import (
     RecordedCosts,
     Schedule,
     Timeline,
+    TrainingState,
 )
 from fxremat.report.codec import (
     OMITTED,
@@ -176,6 +177,8 @@ class Plan(Shown, Checked):
         decided: operations whose results are kept, or not, because of a policy or a tag.
         forms_left: number of forms of the step in smaller parts that were not searched, because
             ``effort`` was exhausted.
+        training_state: the gradients and the optimizer state in host memory, or ``None`` if all of
+            them are on the device.
     """
 
     budget_bytes: int
@@ -217,6 +220,7 @@ class Plan(Shown, Checked):
     cross_check: CrossCheck | None = field(default=None, compare=False)
     forms_left: int = 0
     decided: tuple[Decided, ...] = field(default=(), metadata={OMITTED: True})
+    training_state: TrainingState | None = field(default=None, metadata={OMITTED: True})
 
     @property
     def actions(self) -> Schedule:

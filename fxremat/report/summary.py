@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fxremat.ir import Copy, Free, Lane, Offload, Prefetch, Wait
+from fxremat.ir import Copy, Free, Lane, Offload, Prefetch, TrainingState, Wait
 from fxremat.report.facts import CrossCheck
 from fxremat.report.modules import common_module, named, span
 from fxremat.report.plan import AnyPlan, Plan, RegionRow, StepPlan
@@ -85,6 +85,8 @@ def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "batch", batch_of(plan)
     if plan.host_bytes:
         yield "host memory", _host(plan)
+    if plan.training_state is not None:
+        yield "training state", _training_state(plan.training_state)
     if plan.form.has_parts:
         values = [f"{plural(len(plan.form.peak), 'value')} at the peak"] * bool(plan.form.peak)
         if plan.form.parts_bytes:
@@ -169,6 +171,17 @@ def _host(plan: Plan) -> str:
         f"{_exactly(plan.host_bytes)}: {plural(len(away), 'tensor')} copied there and back in "
         f"{format_seconds(sum(event.end_s - event.start_s for event in copies))}, of which the "
         f"step waits for {format_seconds(plan.timeline.idle.total_s)}"
+    )
+
+
+def _training_state(placed: TrainingState) -> str:
+    """Return text with the gradients and the optimizer state in host memory, and their seconds."""
+    return (
+        f"{_exactly(placed.state_bytes)} of optimizer state and {_exactly(placed.gradient_bytes)} "
+        "of gradients are in host memory: a step of the optimizer has "
+        f"{format_bytes(placed.step_bytes)} or more on the device and takes "
+        f"{format_seconds(placed.optimizer_s)}; all transfers add "
+        f"{format_seconds(placed.added_s)} to a training step"
     )
 
 

@@ -19,7 +19,7 @@ from fxremat.graph.forms import PlanOptions
 from fxremat.graph.graph import Graph
 from fxremat.graph.memory_record import roles_of
 from fxremat.graph.pools import all_pools
-from fxremat.ir import MeasuredLink
+from fxremat.ir import MeasuredLink, TrainingState
 from fxremat.loop.optimizer_state import copied_optimizer, counted_state, optimizer_bytes
 from fxremat.loop.placement import TEMPORARY, StepCosts, large_parameters, placements
 from fxremat.options.arguments import Arguments
@@ -120,7 +120,7 @@ def graph_without_data(
     existing = captured.gradients if options.accumulate else frozenset()
     context = StepContext(graph.sizes.hints, existing, existing)
     if options.host is not None and options.host.state:
-        context = _hosted(context, captured, inner, state, asked)
+        context, graph.training_state = _hosted(context, captured, inner, state, asked)
     budget = TrainingBudget(Budget(1.0, share=1.0), usual=options.assume == "usual")
     all_pools(graph, budget_contexts(graph, context, budget)[0])
     return graph, budget, context
@@ -132,8 +132,10 @@ def _hosted(
     model: nn.Module,
     state: Mapping[int, tuple[int, ...]],
     asked: Asked,
-) -> StepContext:
+) -> tuple[StepContext, TrainingState | None]:
     """Return ``context`` with all gradients and optimizer state that may be there in host memory.
+
+    Also returns what that costs.
 
     Args:
         context: the context of the captured call.
@@ -167,7 +169,7 @@ def _hosted(
     *_, placement = placements(trained, host.link, all_bytes)
     hosted = frozenset(i for i, p in parameters.items() if id(p) in placement.gradients)
     limit_bytes = host.limit_bytes
-    return replace(
+    placed = replace(
         context,
         hosted=hosted,
         added=context.added | (hosted & context.existing),
@@ -175,6 +177,7 @@ def _hosted(
         step_bytes=placement.step_bytes,
         host_bytes=None if limit_bytes is None else max(0, limit_bytes - placement.host_bytes),
     )
+    return placed, placement.summary
 
 
 def _host(asked: Asked) -> HostMemory | None:

@@ -174,12 +174,27 @@ def test_every_number_of_a_situation_counts():
     """A field that is added must be counted, and told of."""
     plain = StepContext()
     for field in fields(StepContext):
-        if not field.name.endswith("bytes") or field.name == "host_bytes":
+        if not field.name.endswith("bytes") or field.name in ("host_bytes", "step_bytes"):
             continue
         value = (5,) if isinstance(getattr(plain, field.name), tuple) else 5
         other = replace(plain, **{field.name: value})
         assert around(other).given_bytes == BASE.given_bytes + 5
         assert [n for _, n in other.described(BASE)] == [5]
+
+
+def test_a_step_of_the_optimizer_counts_at_the_end():
+    assert around(StepContext(step_bytes=7)).end_bytes == max(7, BASE.end_bytes)
+    assert around(StepContext(step_bytes=7)).given_bytes == BASE.given_bytes
+
+
+def test_gradients_in_host_memory_count_only_while_another_is_added():
+    each = BASE.gradient_each_bytes
+    hosted = frozenset(range(len(each)))
+    assert around(StepContext(hosted=hosted)).given_bytes == BASE.given_bytes
+    existing = StepContext(existing=hosted, added=hosted, hosted=hosted)
+    assert around(existing).given_bytes == BASE.given_bytes + max(each)
+    assert around(existing).added == hosted
+    assert existing.described(BASE) == ()
 
 
 def test_a_regions_call_has_just_what_is_beside_it():

@@ -39,6 +39,7 @@ class ContextBytes:
             gradients of the outputs, less what is held in the forward only. What the backward does
             not release of these is held to the end.
         end_bytes: bytes needed after the backward has returned, in addition to all gradients.
+        end_is_step: whether ``end_bytes`` are of the optimizer's step, not of a copied gradient.
         device: the device of the step.
         given_each_bytes: the parts of ``given_bytes`` that are known as single allocations.
         tangent_each_bytes: the parts of ``tangent_bytes``, one each.
@@ -59,6 +60,7 @@ class ContextBytes:
     loss_point_bytes: int
     tangent_bytes: int
     end_bytes: int = 0
+    end_is_step: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     given_each_bytes: tuple[int, ...] = ()
     tangent_each_bytes: tuple[int, ...] = ()

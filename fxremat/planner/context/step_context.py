@@ -194,6 +194,7 @@ class StepContext:
             added=(frozenset() if self.cleared else self.added) | self.hosted,
             host_bytes=self.host_bytes,
             end_bytes=max(base.end_bytes, self.step_bytes),
+            end_is_step=self.step_bytes > base.end_bytes,
             released_bytes=self.kept_bytes * self.released,
             cleared_bytes=cleared_bytes,
             tangents_stay=self.tangents_stay,
