@@ -101,8 +101,8 @@ class Gradients:
         own: primals whose gradient fills a storage that nothing else uses.
         contributors: which leaves get their gradient from this graph only.
         others: whether other steps of the model have a pending backward.
-        leaving: is given a leaf and its first gradient, and returns the gradient, in host memory if
-            it is to be there; ``None``: all gradients stay on the device.
+        leaving: is given a leaf and its first gradient, and returns it, in host memory if it belongs
+            in that memory; ``None``: all gradients stay on the device.
 
     Attributes:
         asked_for: whether gradients are for ``torch.autograd.grad``, not for leaves.

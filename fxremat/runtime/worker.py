@@ -205,7 +205,7 @@ class WorkerLease(Lease):
         self._worker = current_worker()
 
     def recover(self) -> None:
-        """Forget an earlier failure; each transfer still reports its own."""
+        """Forget an earlier failure; each transfer still reports its failure."""
         self.failure = None
 
     def _offload(self, source: Tensor, offset: int) -> Transfer:

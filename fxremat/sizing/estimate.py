@@ -133,7 +133,7 @@ def _hosted(
     state: Mapping[int, tuple[int, ...]],
     asked: Asked,
 ) -> tuple[StepContext, TrainingState | None]:
-    """Return ``context`` with all gradients and optimizer state that may be there in host memory.
+    """Return ``context`` with all eligible gradients and optimizer state in host memory.
 
     Also returns what that costs.
 

@@ -67,7 +67,7 @@ class StepContext:
         added: those of them whose new gradient is added to the existing one as soon as it is
             computed.
         hosted: indices of the primals whose gradient is moved to host memory as soon as it is
-            computed. If it exists already, it is there.
+            computed. An existing one is in host memory, too.
         waiting: number of earlier steps whose backward has not run.
         waiting_bytes: bytes that these steps hold.
         kept_bytes: bytes of outputs of earlier steps that the caller still holds.
