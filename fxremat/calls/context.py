@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxremat import torch_compat
 from fxremat.calls.learn import corrected
 from fxremat.costs.measured.workspaces import library_workspaces
 from fxremat.graph.graph import Graph
+from fxremat.loop.hooks import takes_gradient
 from fxremat.loop.loop import Loop
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.passes.joint.sizes import Values, evaluated
@@ -24,7 +26,7 @@ ContextFields = tuple[Any, ...]
 
 
 def context_fields(
-    loop: Loop, graph: Graph, values: Sequence[object], sizes: Values
+    loop: Loop, graph: Graph, values: Sequence[object], sizes: Values, *, several: bool
 ) -> tuple[ContextFields, list[Tensor | None]]:
     """Measure the context of a call, as the first fields of a :class:`StepContext`.
 
@@ -35,6 +37,8 @@ def context_fields(
         graph: the graph that is called.
         values: the values of its primals.
         sizes: numbers of its symbols.
+        several: whether the step runs several graphs. A leaf may then get gradients of each, so
+            hooks take them only if an earlier step has shown that.
     """
     gradients, on_cuda = graph.signature.gradients, graph.calls.on_cuda
     waiting, kept_bytes = loop.in_flight.now()
@@ -67,6 +71,7 @@ def context_fields(
         existing,
         added,
         hosted,
+        frozenset() if waiting else _taken(graph, leaves, existing, several=several),
         len(waiting),
         sum([step.held_bytes for step in waiting]),
         kept_bytes,
@@ -81,6 +86,37 @@ def context_fields(
         0 if together else _buffer_bytes(graph, values, sizes),
     )
     return fields, leaves
+
+
+def _taken(
+    graph: Graph, leaves: Sequence[Tensor | None], existing: Set[int], *, several: bool
+) -> frozenset[int]:
+    """Return the primals whose new gradient a post-accumulate hook takes away.
+
+    Either earlier backwards have shown it, or the source of the hook says so.
+    """
+    if torch.is_anomaly_enabled():
+        return frozenset()
+    hooked = [
+        (primal, leaf._post_accumulate_grad_hooks)
+        for primal, leaf in enumerate(leaves)
+        if leaf is not None and leaf._post_accumulate_grad_hooks and primal not in existing
+    ]
+    if not hooked:
+        return frozenset()
+    contributors = graph.calls.contributors
+    never = contributors.held | contributors.joined
+    learns = graph.together is None  # processes learn at different calls
+    return frozenset(
+        primal
+        for primal, hooks in hooked
+        if primal in graph.taken_as_made
+        and primal not in never
+        and (
+            (learns and primal in contributors.taken)
+            or (not several and any(map(takes_gradient, hooks.values())))
+        )
+    )
 
 
 def context_of(loop: Loop, graph: Graph, fields: ContextFields, *, several: bool) -> StepContext:

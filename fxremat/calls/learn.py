@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
+from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.feedback import CHECKED, GRADIENTS, MOST_MISSED, OUTPUTS
 from fxremat.graph.graph import Graph
 from fxremat.graph.pools import room_bytes
@@ -20,7 +21,7 @@ from fxremat.progress import LOG
 from fxremat.report.plan import Plan
 from fxremat.runtime.profile import MemoryProfile
 from fxremat.runtime.steps import SCALAR_BYTES, Step
-from fxremat.units import format_bytes
+from fxremat.units import format_bytes, plural
 
 SLACK_BYTES = SCALARS * SCALAR_BYTES
 """Scalars of the loop that are held before a step, and allocated again by it."""
@@ -211,6 +212,32 @@ def _learn_held(
         )
 
 
+def learn_untaken(loop: Loop, graph: Graph, step: Step, primals: Set[int]) -> None:
+    """Warn that hooks did not take gradients as they were computed, though a plan had assumed it.
+
+    A step that is measured is left out: :func:`learn` warns if it took too much.
+
+    Args:
+        loop: the training loop of the model.
+        graph: the graph of the step.
+        step: the step, at the end of its backward.
+        primals: the primals of these gradients.
+    """
+    compiled: CompiledPlan = step.plan
+    nbytes = sum(graph.gradient_bytes(step.context.sizes, primals))
+    peak_bytes, budget_bytes = compiled.record.counted_bytes + nbytes, loop.budget.nbytes or 0
+    if not excess_bytes(peak_bytes, budget_bytes) or loop.watcher.is_watching(step):
+        return
+    warn(
+        f"this step may have taken up to {peak_bytes} bytes ({format_bytes(peak_bytes)}), "
+        f"{peak_bytes - budget_bytes} more than its budget of {budget_bytes}: "
+        f"{plural(len(primals), 'gradient')} of {nbytes} bytes in all, which post-accumulate hooks "
+        "take away according to their source, stayed allocated in the backward. From the next step "
+        "on the plan leaves room for them",
+        code="FXR106",
+    )
+
+
 def learn_new_gradients(
     loop: Loop, graph: Graph, context: StepContext, new: Sequence[Set[int]]
 ) -> None:
@@ -291,7 +318,8 @@ def learn(
     correction = _correction_of(
         profile, planned.allocated_bytes + late_bytes, held, is_first=is_first
     )
-    if feedback.held(context) != context:
+    are_untaken = not context.taken.isdisjoint(graph.calls.contributors.held)
+    if feedback.held(context) != context or are_untaken:
         correction = replace(correction, more_bytes=0)  # the next plan counts them as held
     peak_bytes = held.given_bytes - late_bytes + profile.peak_bytes
     over = peak_bytes - SLACK_BYTES - (budget_bytes or peak_bytes)

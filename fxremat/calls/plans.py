@@ -56,7 +56,7 @@ def plan_at(
     Raises:
         BudgetError: no plan fits; nothing has run.
     """
-    fields, leaves = context_fields(loop, graph, args, sizes)
+    fields, leaves = context_fields(loop, graph, args, sizes, several=regions.several)
     if regions.several:
         return *_plan_of_region(loop, regions, graph, args, fields, ended_by), leaves
     calls = graph.calls
@@ -71,7 +71,7 @@ def plan_at(
             context = context_of(loop, graph, fields, several=False)
             context, compiled = _plan_for(loop, graph, context)
             break
-        fields, leaves = context_fields(loop, graph, args, sizes)
+        fields, leaves = context_fields(loop, graph, args, sizes, several=False)
     # Steps in flight may be of other kinds, or have shared the budget among them.
     is_only = not context.waiting and loop.caller.in_flight == 1
     is_stable = is_only and calls.plans.get(context) is compiled and compiled.shortfall is None
@@ -213,6 +213,8 @@ def _equivalent(graph: Graph, context: StepContext) -> CompiledPlan | None:
         plan, made_for = compiled.record, compiled.context
         if made_for.sizes != context.sizes or made_for.added != context.added:
             continue
+        if not made_for.taken <= context.taken:
+            continue
         if compiled.shortfall is not None:
             continue
         if context.scaled > made_for.scaled and plan.form.early_gradients:
@@ -272,7 +274,8 @@ def _plan_of_region(
     own = _context_in_region(loop, graph, fields)
     if own.kept_bytes and regions.will_choose(loop, graph, own):
         gc.collect()  # outputs that are only in reference cycles
-        own = _context_in_region(loop, graph, context_fields(loop, graph, args, fields[0])[0])
+        fields, _ = context_fields(loop, graph, args, fields[0], several=True)
+        own = _context_in_region(loop, graph, fields)
     calls, budget = graph.calls, loop.budget
     with loop.planning, _failing_together(loop, regions):
         context, is_planned = regions.enter(loop, graph, own, args, ended_by)

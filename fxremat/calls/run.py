@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fxremat import torch_compat
 from fxremat.calls.context import context_fields, context_of, shaping_sizes
-from fxremat.calls.learn import load_feedback, note_loss_gradient
+from fxremat.calls.learn import learn_untaken, load_feedback, note_loss_gradient
 from fxremat.calls.plans import plan_at, refuse_changed_bits
 from fxremat.calls.watch import (
     begin_count,
@@ -71,7 +72,7 @@ def plan_first_call(
     values = [inputs.get(i) for i in range(graph.signature.primal_count)]
     if loop.hosting is not None and not loop.hosting.is_chosen:
         _place(loop, graph, values, several=regions.several or kept is not None)
-    fields, _ = context_fields(loop, graph, values, graph.sizes.hints)
+    fields, _ = context_fields(loop, graph, values, graph.sizes.hints, several=regions.several)
     own = context_of(loop, graph, fields, several=regions.several)
     context = regions.unplanned_context(loop, graph, own) if regions.several else own
     compiled = first_plan(graph, context, loop.budget, kept=kept, least=regions.several)
@@ -100,7 +101,7 @@ def _place(loop: Loop, graph: Graph, values: Sequence[Any], *, several: bool) ->
 
     def context_with(placement: Placement) -> StepContext:
         hosting.placement = placement
-        fields, _ = context_fields(loop, graph, values, graph.sizes.hints)
+        fields, _ = context_fields(loop, graph, values, graph.sizes.hints, several=False)
         return context_of(loop, graph, fields, several=False)
 
     try:
@@ -229,6 +230,8 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
         contributors=calls.contributors,
         others=in_flight.has_others(step),
         leaving=None if loop.hosting is None else loop.hosting.take_gradient,
+        assumed=step.context.taken,
+        note_held=functools.partial(learn_untaken, loop, graph, step),
     )
     tangents = released_tangents(loop, graph, step, args)
     values: list[Any] = step.take()

@@ -57,6 +57,7 @@ from fxremat.planner.context.context_bytes import (
     context_bytes_of,
     made_outputs,
     own_gradients,
+    taken_as_made,
 )
 from fxremat.planner.context.step_context import StepContext
 from fxremat.planner.decision.candidates import Candidate
@@ -225,6 +226,11 @@ class Graph:
     def own_gradients(self) -> frozenset[int]:
         """Primals whose gradient fills a storage that the backward allocates for it only."""
         return own_gradients(self.joint)
+
+    @functools.cached_property
+    def taken_as_made(self) -> frozenset[int]:
+        """Primals whose gradient a post-accumulate hook can take away once it is computed."""
+        return taken_as_made(self.joint)
 
     @functools.cached_property
     def made_outputs(self) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ SIZES = (
 shows which one it follows. It has more than 4096 elements, and whole blocks of 256: smaller
 parameters, and others, are not quantized by usual 8-bit optimizers."""
 
+_OPTIMIZER = torch.optim.Optimizer
+
 StateBytes = Mapping[int, tuple[int, ...]]
 """Bytes of each tensor of state, by the ``id`` of its parameter."""
 
@@ -47,7 +49,8 @@ def optimizer_bytes(
 
     State that does not exist yet is measured by one step of a copy of the optimizer, on a parameter
     of the same dtype, device and number of dimensions. State on another device than its parameter
-    is not counted, such as Adam's count of steps unless it is ``capturable`` or ``fused``.
+    is not counted, such as Adam's count of steps unless it is ``capturable`` or ``fused``. Nor is
+    state of parameters on devices that the model has no parameter on, such as copies on the host.
 
     Args:
         optimizers: optimizers of the step; a class stands for an instance with default options.
@@ -58,11 +61,13 @@ def optimizer_bytes(
             the parameters.
     """
     state_bytes: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
-    for optimizer in optimizers:
-        instance = _instance_of(optimizer, model)
+    devices = {parameter.device for parameter in model.parameters()}
+    for instance in with_state(_instance_of(own, model) for own in optimizers):
         trials: dict[object, Trial] = {}
         for number, group in enumerate(instance.param_groups):
             for parameter in group["params"]:
+                if devices and parameter.device not in devices:
+                    continue
                 local = torch_compat.local_part(parameter)
                 state = _existing_state(instance, parameter)
                 if state is None:
@@ -77,6 +82,32 @@ def optimizer_bytes(
                     allocated_bytes(nbytes, parameter.device) for nbytes in sizes
                 )
     return dict(state_bytes)
+
+
+def with_state(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizers that keep the state of ``optimizers``.
+
+    An optimizer that is none by itself, but only passes steps on to others, keeps none: the ones
+    that it has in its attributes do. torchao's ``CPUOffloadOptimizer`` is one.
+    """
+    for optimizer in optimizers:
+        if "state" in vars(optimizer):
+            yield optimizer
+        else:
+            held = (own for own in _attributes_of(optimizer) if isinstance(own, _OPTIMIZER))
+            yield from with_state({id(own): own for own in held}.values())
+
+
+def _attributes_of(optimizer: torch.optim.Optimizer) -> Iterator[object]:
+    """Yield the attributes of an optimizer, and what those that are containers have in them."""
+    for value in vars(optimizer).values():
+        if isinstance(value, Mapping):
+            yield from value.keys()
+            yield from value.values()
+        elif isinstance(value, (list, tuple, set)):
+            yield from value
+        else:
+            yield value
 
 
 def counted_state(
@@ -119,6 +150,8 @@ def check_optimizers(
         if not (isinstance(optimizer, torch.optim.Optimizer) and trains):
             continue
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        if "state" not in vars(optimizer):  # it may step copies, and have the parameters as well
+            stepped += [own for own in _attributes_of(optimizer) if isinstance(own, torch.Tensor)]
         if own.isdisjoint(map(id, stepped)):
             name = type(optimizer).__name__
             raise ArgumentError(
@@ -136,13 +169,34 @@ def _instance_of(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimize
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     make: Any = optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
+    before = [dict(p._post_accumulate_grad_hooks or {}) for p in trained]
     try:
-        instance: torch.optim.Optimizer = make([p for p in model.parameters() if p.requires_grad])
-    except (TypeError, ValueError) as error:
+        instance: torch.optim.Optimizer = make(trained)
+    except (TypeError, ValueError, AssertionError) as error:
         raise _refused(
             optimizer, f"{optimizer.__name__} needs more than the parameters ({error})"
         ) from error
+    if _drop_new_hooks(trained, before):
+        raise _refused(
+            optimizer,
+            f"{optimizer.__name__} registers hooks of the parameters: create it first, and pass "
+            "the instance",
+        )
     return instance
+
+
+def _drop_new_hooks(
+    parameters: Iterable[torch.Tensor], before: Iterable[Mapping[int, Any]]
+) -> bool:
+    """Remove post-accumulate hooks that did not exist ``before``; return whether any did not."""
+    found = False
+    for parameter, own in zip(parameters, before, strict=True):
+        hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
+        for key in hooks.keys() - own.keys():
+            del hooks[key]
+            found = True
+    return found
 
 
 def _existing_state(

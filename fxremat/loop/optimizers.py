@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
 from fxremat.graph.shortfall import excess_bytes, warn
+from fxremat.loop.optimizer_state import with_state
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.runtime.profile import MemoryProfile, Watcher
 from fxremat.units import format_bytes
@@ -75,7 +76,9 @@ class Optimizers:
     _device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self, given: tuple[object, ...]) -> None:
-        self._given = tuple(map(weakref.ref, given))
+        classes = [one for one in given if isinstance(one, type)]
+        instances = (one for one in given if isinstance(one, torch.optim.Optimizer))
+        self._given = tuple(map(weakref.ref, (*classes, *with_state(instances))))
 
     @property
     def state_bytes(self) -> int:
@@ -110,7 +113,15 @@ class Optimizers:
                 for one in stepped
             )
             for given in (alive() for alive in self._given)
+            if not self._steps_elsewhere(given)
         )
+
+    def _steps_elsewhere(self, given: object) -> bool:
+        """Return whether an optimizer steps nothing on the device, as one of copies on the host."""
+        if not isinstance(given, torch.optim.Optimizer):
+            return False
+        stepped = (p for group in given.param_groups for p in group["params"])
+        return all(p.device != self._device for p in stepped)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield the state tensors of all optimizers that step the model."""

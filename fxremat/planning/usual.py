@@ -40,7 +40,7 @@ def usual_loop(graph: Graph, context: StepContext) -> UsualLoop:
     """
     kept_bytes = max(context.kept_bytes, held_output_bytes(graph, context.sizes))
     first = replace(context, kept_bytes=kept_bytes, released=True)
-    gradients = frozenset(_parameters_with_gradient(graph))
+    gradients = frozenset(_parameters_with_gradient(graph)) - context.taken
     existing, added = context.existing | gradients, context.added | gradients
     return UsualLoop(
         first,

@@ -40,11 +40,16 @@ class Contributors:
     Attributes:
         sole: primals whose gradient was the only one of their leaf so far.
         joined: primals whose leaf also got another gradient.
+        taken: primals whose first gradient is taken away by a post-accumulate hook, such as that of
+            an optimizer that steps in the backward.
+        held: primals whose hooks have left such a gradient, or got it only at the end.
         summing: number of the backward in which several steps take part, so that autograd sums up.
     """
 
     sole: set[int] = field(default_factory=set)
     joined: set[int] = field(default_factory=set)
+    taken: set[int] = field(default_factory=set)
+    held: set[int] = field(default_factory=set)
     summing: int = -1
 
     def join(self, primal: int) -> None:
@@ -101,17 +106,20 @@ class Gradients:
         own: primals whose gradient fills a storage that nothing else uses.
         contributors: which leaves get their gradient from this graph only.
         others: whether other steps of the model have a pending backward.
-        leaving: is given a leaf and its first gradient, and returns it, in host memory if it belongs
-            in that memory; ``None``: all gradients stay on the device.
+        leaving: is given a leaf and its first gradient, and returns it, in host memory if it
+            belongs in that memory; ``None``: all gradients stay on the device.
+        assumed: primals whose gradient the step's plan assumes to be taken by a hook at once.
+        note_held: called at the end of the backward with those whose gradient was not.
 
     Attributes:
         asked_for: whether gradients are for ``torch.autograd.grad``, not for leaves.
     """
 
     __slots__ = (
-        "__weakref__", "_candidates", "_contributors", "_early", "_expected", "_first", "_hooked",
-        "_kept_first", "_leaves", "_leaving", "_nodes", "_own", "_places", "_plain", "_returned",
-        "_task", "asked_for",
+        "__weakref__", "_assumed", "_candidates", "_contributors", "_early", "_expected",
+        "_fed", "_first", "_hooked", "_kept_first", "_leaves", "_leaving", "_nodes",
+        "_note_held", "_own", "_places", "_plain", "_returned", "_task", "_waiting",
+        "asked_for",
     )  # fmt: skip
 
     def __init__(
@@ -123,6 +131,8 @@ class Gradients:
         contributors: Contributors,
         others: bool,
         leaving: Callable[[Tensor, Tensor], Tensor] | None = None,
+        assumed: frozenset[int] = frozenset(),
+        note_held: Callable[[frozenset[int]], None] = lambda _primals: None,
     ) -> None:
         self._leaves = leaves
         self._leaving = leaving
@@ -144,6 +154,10 @@ class Gradients:
         if others:
             contributors.summing = task
         self._early = contributors.summing != task and not torch.is_anomaly_enabled()
+        self._assumed, self._note_held = assumed, note_held
+        # First gradients of leaves with hooks: whether hooks have taken them away at once.
+        self._waiting: dict[int, bool] = {}
+        self._fed: tuple[set[Any] | None] | None = None  # nodes that others feed, once it is asked
 
     def give(self, made: dict[int, Tensor]) -> None:
         """Put gradients into their leaves' ``.grad`` where allowed; keep others for :meth:`finish`.
@@ -167,7 +181,7 @@ class Gradients:
         returned, self._returned = self._returned, []
         if self._early:
             self._note_first(returned)
-        if self._candidates or self._expected or self._kept_first:
+        if self._candidates or self._expected or self._kept_first or self._waiting:
             torch_compat.after_backward(self._check)
         return returned
 
@@ -198,10 +212,17 @@ class Gradients:
         if not wanted:
             self.asked_for |= wanted is None
             return wanted is False  # nobody asked for it
-        contributors = self._contributors
+        contributors, has_hooks = self._contributors, bool(leaf._post_accumulate_grad_hooks)
+        is_first = has_hooks and leaf.grad is None
+        if is_first:
+            self._waiting[primal] = False
         if not self._early or primal in contributors.joined:
             return False
-        if primal not in contributors.sole:
+        is_only = self._is_only(primal) if has_hooks else None
+        if is_only is False:
+            contributors.join(primal)
+            return False
+        if primal not in contributors.sole and not is_only:
             if primal in self._own and takes(leaf, gradient):
                 self._candidates[primal] = gradient.data_ptr(), gradient._version
                 proxy: Gradients = weakref.proxy(self)  # freed when a backward raises
@@ -222,7 +243,19 @@ class Gradients:
             hook.hook(leaf)
         now = leaf.grad
         self._expected[primal] = now, -1 if now is None else now._version, bool(hooks)
+        if is_first:
+            self._waiting[primal] = now is None
         return True
+
+    def _is_only(self, primal: int) -> bool | None:
+        """Return whether the leaf of ``primal`` gets no other gradient in this backward.
+
+        ``None``: it is not known.
+        """
+        if self._fed is None:
+            self._fed = (torch_compat.fed_by_others(),)
+        (fed,) = self._fed
+        return None if fed is None else self._nodes[self._places[primal]] not in fed
 
     def _hooks_of(self, leaf: Tensor) -> list[_Hook]:
         """Return the post-accumulate hooks of a leaf, wrapped until this backward has ended."""
@@ -275,14 +308,15 @@ class Gradients:
             self._candidates |= {i: (place, version) for i, place, version in self._kept_first}
         for primal in list(self._candidates):
             self._judge(primal)
-        if not self._expected:
-            return
+        if self._waiting:
+            self._note_hooks()
         handed_over, self._expected = self._expected, {}
         while handed_over:
             primal, (expected, version, hooked) = handed_over.popitem()
             leaf = self._leaves[primal]
             now = None if leaf is None else leaf.grad
             if now is expected and (now is None or now._version == version):
+                self._contributors.sole.add(primal)
                 continue
             self._contributors.join(primal)
             if hooked and now is not None:
@@ -293,6 +327,21 @@ class Gradients:
                     "now on they run once the gradient is complete",
                     code="FXR707",
                 )
+
+    def _note_hooks(self) -> None:
+        """Record whose first gradients hooks have taken away, and whose were held nevertheless."""
+        contributors, held = self._contributors, set[int]()
+        for primal, has_left in self._waiting.items():
+            leaf: Any = self._leaves[primal]
+            is_taken = has_left or (leaf.grad is None and primal not in self._expected)
+            (contributors.taken if is_taken else contributors.held).add(primal)
+            if not has_left and primal in self._assumed:
+                held.add(primal)
+                if not self._early or primal in contributors.sole:
+                    contributors.held.add(primal)
+        self._waiting.clear()
+        if held:
+            self._note_held(frozenset(held))
 
 
 class _Hook:

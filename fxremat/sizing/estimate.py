@@ -20,7 +20,12 @@ from fxremat.graph.graph import Graph
 from fxremat.graph.memory_record import roles_of
 from fxremat.graph.pools import all_pools
 from fxremat.ir import MeasuredLink, TrainingState
-from fxremat.loop.optimizer_state import copied_optimizer, counted_state, optimizer_bytes
+from fxremat.loop.optimizer_state import (
+    copied_optimizer,
+    counted_state,
+    optimizer_bytes,
+    with_state,
+)
 from fxremat.loop.placement import TEMPORARY, StepCosts, large_parameters, placements
 from fxremat.options.arguments import Arguments
 from fxremat.options.budget import Budget, TrainingBudget
@@ -264,15 +269,15 @@ def _state_bytes(
             stand_ins[id(own)] = own, made
         return stand_ins[id(own)][1]
 
-    moved: list[Optimizer] = []
-    for optimizer in optimizers:
-        own = optimizer
-        if isinstance(optimizer, torch.optim.Optimizer):
-            own = copied_optimizer(optimizer)
-            own.param_groups = [
-                {**group, "params": list(map(alike, group["params"]))}
-                for group in optimizer.param_groups
-            ]
+    moved: list[Optimizer] = [own for own in optimizers if isinstance(own, type)]
+    devices = {parameter.device for parameter in model.parameters()}
+    instances = (own for own in optimizers if isinstance(own, torch.optim.Optimizer))
+    for optimizer in with_state(instances):
+        own = copied_optimizer(optimizer)
+        own.param_groups = [
+            {**group, "params": [alike(p) for p in group["params"] if p.device in devices]}
+            for group in optimizer.param_groups
+        ]
         moved.append(own)
     parameters = nn.ParameterList(map(alike, model.parameters()))
     found = optimizer_bytes(moved, parameters)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +106,50 @@ def all_accumulate(nodes: Iterable[Any]) -> bool:
         return all(map(torch._C._will_engine_execute_node, filter(None, nodes)))
     except RuntimeError:
         return False
+
+
+def fed_by_others() -> set[Any] | None:
+    """Return the nodes of autograd's graph that get gradients of further nodes in this backward.
+
+    These are the nodes that another node than the one that runs now leads to, or that the running
+    one leads to twice. ``None``: that is not known, as no Python code has started the backward.
+    """
+    running: Any = torch._C._current_autograd_node()
+    is_known, fed = False, set[Any]()
+    for roots in _roots_of_backwards():
+        edges, waiting = set(roots), roots
+        met = set[Any]()
+        while waiting:
+            node = waiting.pop()
+            if node in met:
+                continue
+            met.add(node)
+            further = [function for function, _ in node.next_functions if function is not None]
+            waiting.extend(further)
+            if node is running:
+                edges.update(own for own, count in Counter(further).items() if count > 1)
+            else:
+                edges.update(further)
+        if running in met:  # otherwise it is the backward of another thread, or of a hook
+            is_known = True
+            fed |= edges
+    return fed if is_known else None
+
+
+def _roots_of_backwards() -> Iterator[list[Any]]:
+    """Yield the nodes that each backward of this process has begun at, if Python code waits."""
+    graph: Any = torch.autograd.graph
+    for innermost in sys._current_frames().values():  # on CUDA, another thread waits for this one
+        frame: Any = innermost
+        while frame is not None:
+            if frame.f_code is graph._engine_run_backward.__code__:
+                outputs = frame.f_locals["t_outputs"]
+                edges = (
+                    own if isinstance(own, graph.GradientEdge) else graph.get_gradient_edge(own)
+                    for own in outputs
+                )
+                yield [edge.node for edge in edges]
+            frame = frame.f_back
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:

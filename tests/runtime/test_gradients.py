@@ -38,6 +38,8 @@ class Rig:
         there: after each gradient was given, which weights had one.
         asked: of each backward, whether somebody asked for gradients.
         dropped: gradients that nobody held any more once they were given.
+        assumed: primals whose gradients hooks are assumed to take.
+        untaken: of each backward with any, those that hooks did not take.
     """
 
     def __init__(self, *, early: bool = True) -> None:
@@ -51,6 +53,8 @@ class Rig:
         self.there: list[set[int]] = []
         self.asked: list[bool] = []
         self.dropped: set[int] = set()
+        self.assumed: frozenset[int] = frozenset()
+        self.untaken: list[frozenset[int]] = []
 
     def __call__(self, x: Tensor | None = None) -> Tensor:
         found: Tensor = _Product.apply(self, self.x if x is None else x, *self.weights)
@@ -90,6 +94,8 @@ class _Product(torch.autograd.Function):
             own=rig.own,
             contributors=rig.contributors,
             others=rig.others,
+            assumed=rig.assumed,
+            note_held=rig.untaken.append,
         )
         while made:
             primal = next(iter(made))
@@ -120,7 +126,8 @@ def taught(*, hooked: bool = False) -> Rig:
     for weight in rig.weights if hooked else ():
         weight.register_post_accumulate_grad_hook(lambda _: None)
     step(rig)
-    assert rig.there == [set()] * (COUNT + 1)  # the first time, autograd does it
+    # The first time, autograd does it, unless a hook waits.
+    assert rig.there == (IN_TURN if hooked else [set()] * (COUNT + 1))
     assert rig.contributors.sole == set(range(1, COUNT + 1))
     rig.clear()
     rig.there.clear()
@@ -134,6 +141,44 @@ def test_gradients_for_which_hooks_wait_are_there_as_soon_as_they_are_made():
     rig = taught(hooked=True)
     step(rig)
     assert rig.there == IN_TURN
+
+
+def started_unseen(loss: Tensor) -> None:
+    """Go back from a loss without torch's Python code, as a program in C++ does."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)
+
+
+def test_where_a_backward_began_unseen_the_first_is_left_to_autograd():
+    rig = Rig()
+    for weight in rig.weights:
+        weight.register_post_accumulate_grad_hook(lambda _: None)
+    started_unseen(rig(batch(0)).square().sum())
+    assert rig.there == [set()] * (COUNT + 1)
+    rig.clear()
+    rig.there.clear()
+    started_unseen(rig(batch(0)).square().sum())
+    assert rig.there == IN_TURN
+
+
+@pytest.mark.parametrize("where", ["in the loss", "as a root", "below the model"])
+def test_hooks_see_the_sum_of_all_gradients_in_the_first_step(where: str):
+    def trained(*, early: bool) -> tuple[list[Tensor], Rig]:
+        rig, seen = Rig(early=early), []
+        weight = rig.weights[1]
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        x = batch(0) @ weight if where == "below the model" else batch(0)
+        losses = [rig(x).square().sum(), weight.square().sum()]
+        if where == "as a root":
+            torch.autograd.backward([losses[0], weight], [None, torch.ones_like(weight)])
+        else:
+            (sum(losses) if where == "in the loss" else losses[0]).backward()
+        return seen, rig
+
+    (seen, rig), (expected, other) = trained(early=True), trained(early=False)
+    assert len(seen) == len(expected) == 1
+    assert_bitwise_equal(seen, expected)
+    assert_bitwise_equal(rig.gradients, other.gradients)
 
 
 def test_first_ones_for_which_none_waits_are_left_to_autograd():
@@ -497,10 +542,10 @@ def test_a_gradient_that_joins_after_the_hooks_is_an_error_and_then_is_not():
         return rig(batch(1)).square().sum() + rig.weights[1].square().sum()
 
     with pytest.raises(BackwardError, match=f"(?s){WIDTH}, {WIDTH}.*FXR707"):
-        joined().backward()
+        started_unseen(joined())
     rig.clear()
     seen.clear()
-    joined().backward()
+    started_unseen(joined())
     (only,) = seen
     assert_bitwise_equal(only, rig.weights[1].grad)
     others = Rig(early=False)
@@ -526,7 +571,31 @@ def test_hooks_may_take_the_gradient_from_the_first_step_on():
     for _ in range(3):
         step(rig)
     each = COUNT + 1
-    assert when == [each, each, 2 * each]  # at the end, then with the first gradient
+    assert when == [0, each, 2 * each]  # with the first gradient
+    assert rig.contributors.taken == {3}
+    assert not rig.contributors.held
+
+
+def test_whoever_assumed_that_hooks_take_gradients_learns_of_those_they_left():
+    rig = Rig()
+    for weight in rig.weights:
+        weight.register_post_accumulate_grad_hook(lambda _: None)
+    rig.weights[2].register_post_accumulate_grad_hook(lambda w: setattr(w, "grad", None))
+    rig.assumed = frozenset({2, 3})
+    step(rig)
+    assert rig.untaken == [{2}]
+    assert rig.contributors.held == {1, 2}
+    assert rig.contributors.taken == {3}
+
+
+def test_whoever_assumed_it_learns_of_gradients_that_hooks_got_late():
+    rig = Rig()
+    rig.weights[1].register_post_accumulate_grad_hook(lambda w: setattr(w, "grad", None))
+    rig.assumed = frozenset({2})
+    with torch.autograd.detect_anomaly():
+        step(rig)
+    assert rig.untaken == [{2}]
+    assert rig.contributors.held == {2}
 
 
 def test_a_gradient_of_no_number_is_found_where_anomalies_are_detected():

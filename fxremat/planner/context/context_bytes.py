@@ -43,8 +43,8 @@ class ContextBytes:
         device: the device of the step.
         given_each_bytes: the parts of ``given_bytes`` that are known as single allocations.
         tangent_each_bytes: the parts of ``tangent_bytes``, one each.
-        added: indices of the primals whose new gradient is added to an existing one as soon as it
-            is computed.
+        added: indices of the primals whose new gradient is released as soon as it is computed: it
+            is added to an existing one, or a hook takes it.
         host_bytes: available bytes of host memory; ``None``: no limit.
         loss_point_small_bytes: the part of ``loss_point_bytes`` that is allocated in small blocks.
         released_bytes: the part of ``given_bytes`` that is released between the forward and the
@@ -292,6 +292,29 @@ def own_gradients(joint: JointGraph) -> frozenset[int]:
         if isinstance(gradient, fx.Node)
         and gradient in sole_owners
         and joint.made_backward.issuperset(joint.storages.of_node[gradient])
+    )
+
+
+def taken_as_made(joint: JointGraph) -> frozenset[int]:
+    """Return indices of the primals whose gradient can be put into ``.grad`` without a copy.
+
+    A post-accumulate hook can then take it away as soon as it is computed.
+    """
+    own = own_gradients(joint)
+    pairs = enumerate(zip(joint.primals, joint.backward_outputs, strict=True))
+    return frozenset(
+        i
+        for i, (primal, gradient) in pairs
+        if i in own and isinstance(gradient, fx.Node) and _is_made_like(primal, gradient)
+    )
+
+
+def _is_made_like(primal: fx.Node, gradient: fx.Node) -> bool:
+    value, made = primal.meta["val"], gradient.meta["val"]
+    return (
+        value.layout is made.layout is torch.strided
+        and value.dtype == made.dtype
+        and value.stride() == made.stride()
     )
 
 

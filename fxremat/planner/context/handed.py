@@ -12,10 +12,11 @@ from fxremat.planner.context.context_bytes import ContextBytes
 
 
 def handed_over(line: Line, context_bytes: ContextBytes) -> frozenset[fx.Node]:
-    """Return the gradients that are added to existing ones right after their computation.
+    """Return the gradients that are handed over right after their computation.
 
-    Their own memory is then released. A gradient is left out if a later backward may read its
-    primal: it is handed over only then, and is counted as if it were held to the end.
+    They are added to existing ones, or hooks take them away. Their own memory is then released. A
+    gradient is left out if a later backward may read its primal: it is handed over only then, and
+    is counted as if it were held to the end.
     """
     outputs = line.joint.backward_outputs
     readers = _readers(line) if context_bytes.added else {}

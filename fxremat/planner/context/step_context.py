@@ -68,6 +68,8 @@ class StepContext:
             computed.
         hosted: indices of the primals whose gradient is moved to host memory as soon as it is
             computed. An existing one is in host memory, too.
+        taken: primals without a gradient whose new one is taken away as soon as it is computed, by
+            a post-accumulate hook.
         waiting: number of earlier steps whose backward has not run.
         waiting_bytes: bytes that these steps hold.
         kept_bytes: bytes of outputs of earlier steps that the caller still holds.
@@ -103,6 +105,7 @@ class StepContext:
     existing: frozenset[int] = frozenset()
     added: frozenset[int] = frozenset()
     hosted: frozenset[int] = frozenset()
+    taken: frozenset[int] = frozenset()
     waiting: int = 0
     waiting_bytes: int = 0
     kept_bytes: int = 0
@@ -191,7 +194,7 @@ class StepContext:
             loss_point_bytes=loss_point_bytes + self.correction.room_bytes,
             tangent_bytes=held_bytes - cleared_bytes,
             given_each_bytes=(*base.given_each_bytes, *more),
-            added=(frozenset() if self.cleared else self.added) | self.hosted,
+            added=(frozenset() if self.cleared else self.added) | self.hosted | self.taken,
             host_bytes=self.host_bytes,
             end_bytes=max(base.end_bytes, self.step_bytes),
             end_is_step=self.step_bytes > base.end_bytes,
