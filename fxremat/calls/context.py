@@ -71,7 +71,7 @@ def context_fields(
         existing,
         added,
         hosted,
-        frozenset() if waiting else _taken(graph, leaves, existing, several=several),
+        frozenset() if waiting else _taken(loop, graph, leaves, existing, several=several),
         len(waiting),
         sum([step.held_bytes for step in waiting]),
         kept_bytes,
@@ -89,13 +89,20 @@ def context_fields(
 
 
 def _taken(
-    graph: Graph, leaves: Sequence[Tensor | None], existing: Set[int], *, several: bool
+    loop: Loop,
+    graph: Graph,
+    leaves: Sequence[Tensor | None],
+    existing: Set[int],
+    *,
+    several: bool,
 ) -> frozenset[int]:
     """Return the primals whose new gradient a post-accumulate hook takes away.
 
-    Either earlier backwards have shown it, or the source of the hook says so.
+    Either earlier backwards have shown it, or the source of the hook says so. There are none for a
+    budget of reserved bytes: another stream may still read the memory of such a gradient, and the
+    allocator then takes new memory for what comes next.
     """
-    if torch.is_anomaly_enabled():
+    if torch.is_anomaly_enabled() or loop.caller.budget_on == "reserved":
         return frozenset()
     hooked = [
         (primal, leaf._post_accumulate_grad_hooks)

@@ -146,3 +146,24 @@ def test_state_is_counted_for_small_parameters_only(smallest: int):
     training.drop()
     # Two moments, and a number of steps in a block of 512 bytes.
     assert plans[1].budget_bytes - plans[0].budget_bytes == sum(2 * n + 512 for n in small)
+
+
+@MODES
+def test_reserved_bytes_have_room_for_gradients_that_copies_still_read(mode: str):
+    """The allocator cannot hand their memory out again before the copies have ended."""
+    offloaded = {"offload_gradients": True}
+    reference = Training(None, **offloaded)
+    expected = reference.run()
+    reference.drop()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    stand_in.mode(mode, seed=1)
+    training = Training("100% reserved", **offloaded)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    assert_bitwise_equal(training.run(), expected)
+    reserved_bytes = torch.cuda.max_memory_reserved()
+    budget_bytes = training.call.plan.budget_bytes
+    training.drop()
+    assert reserved_bytes <= budget_bytes
