@@ -103,8 +103,9 @@ def compile(
             nothing else fits, and where a step takes 1.2 times as long as with everything kept.
             They are also considered for a loss whose gradient is at least an eighth of what a step
             allocates. Only operations that gave the same bits in parts, at the step's sizes on this
-            machine, are computed in parts. ``"rounding"`` computes others in parts as well, and may
-            rebuild the input of a BatchNorm from the output of the leaky ReLU that follows it.
+            machine, are computed in parts. ``"rounding"`` computes others in parts as well, may
+            call attention without its causal mask where that changes bits, and may rebuild the
+            input of a BatchNorm from the output of the leaky ReLU that follows it.
             Gradients are then equal up to rounding. With ``executor="inductor"`` and with
             ``ranks``, parts require ``"rounding"``. With ``ranks``, a model that is captured as
             several graphs is never computed in parts. A :class:`Bits` also verifies bits during
@@ -383,8 +384,8 @@ def estimate(
             have that memory.
         **options: options of :func:`compile`, except ``dynamic``, ``plan``, ``regions``,
             ``in_flight``, ``ranks`` and ``executor``: operations run as in eager mode. Nothing is
-            computed in parts unless ``bits="rounding"``, since whether parts keep their bits is
-            measured on the device.
+            computed in parts, and no mask of attention is left out, unless ``bits="rounding"``,
+            since whether these keep their bits is measured on the device.
 
     Returns:
         The least budget, the peak with everything kept, the frontier between them, and the results

@@ -21,7 +21,7 @@ from fxremat.costs.estimated.scaled import ScaledCosts, with_workspaces
 from fxremat.costs.link.collectives import late_bytes, speeds_of, with_collectives
 from fxremat.costs.measured.bits import other_bits
 from fxremat.costs.measured.cache import cost_cache
-from fxremat.costs.measured.causal import CausalMasks
+from fxremat.costs.measured.causal import MaskBits
 from fxremat.costs.measured.cost import Measured, measure_line
 from fxremat.costs.measured.layouts import KernelLayouts
 from fxremat.costs.measured.tuning import tune_kernels
@@ -42,6 +42,7 @@ from fxremat.passes.joint.constraints import constrain, describe, unconstrained
 from fxremat.passes.joint.data_sizes import is_bundle, is_composite
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
+from fxremat.passes.joint.masks import always
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.parts.early_gradients import parts_of
 from fxremat.passes.parts.parts import Changed, Parts
@@ -413,11 +414,13 @@ class Graph:
 
     def _built(self, config: PassConfig) -> StepGraph:
         """Return the captured graph after the passes that come before operations are split."""
-        masks = CausalMasks(cost_cache())
-        if self._target is None:
-            config = replace(config, can_replace=masks.can_replace)
+        bits = MaskBits(cost_cache())
+        if self.options.split is True:  # what differs is the order in which kernels add
+            config = replace(config, can_replace=always)
+        elif self._target is None:
+            config = replace(config, can_replace=bits.are_kept)
         graph = run_passes(self._graph, config=config, first="build", before="split")
-        self._note_measuring(masks.measuring_bytes)
+        self._note_measuring(bits.measuring_bytes)
         return graph
 
     def _pass_config(self, form: Form, *, looks: Looks | None = None) -> PassConfig:

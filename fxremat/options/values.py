@@ -24,7 +24,7 @@ class Bits:
         kind: ``"exact"`` computes gradients that are bitwise those without a plan. ``"rounding"``
             computes gradients that are equal up to rounding. The input of a BatchNorm may then be
             rebuilt from the output of the leaky ReLU that follows it. Operations may be computed in
-            parts whose sums are taken in another order.
+            parts whose sums are taken in another order, and attention without its causal mask.
         verify_every: the interval in steps of a comparison. In every ``verify_every``-th step, one
             run of operations that is computed in parts is also computed as a whole, on the data
             of that step. The budget must have room for that above the plan's peak. If bits differ,

@@ -36,8 +36,8 @@ class PassConfig:
         target: the device that the step is estimated for, where none is present: nothing is run.
         may_break: whether a graph that cannot be planned well is captured in several graphs.
         left: returns how the kernel of an operation leaves its results; ``None``: as traced.
-        can_replace: returns whether ``is_causal`` can replace a mask of attention; ``None``: no
-            mask is replaced.
+        can_replace: returns whether attention can be called without a mask that follows a rule;
+            ``None``: all masks stay.
         other_bits: returns which bits differ where a run of operations is computed in parts, all of
             them for a run that was refused. Only asked where ``form`` keeps bits.
         expected: gradients that losses in parts are computed with, by name; new ones are added.

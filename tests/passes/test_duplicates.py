@@ -116,3 +116,18 @@ def test_views_of_what_is_made_once_share_its_storage():
     assert len(views) == 2
     assert len(step.joint.storages.of([*views, views[0].args[0]])) == 1
     check_bits(step)
+
+
+class Views(nn.Module):
+    """Equal sequences of numbers, of which each view that stays is of another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = torch.arange(64), torch.arange(64)
+        return ((x * one[None]) * (x + other[:, None]) * (x - one[:, None])).sum()
+
+
+def test_a_view_that_stays_may_be_of_a_tensor_that_is_gone():
+    step = capture(Views(), (torch.randn(64, 64, requires_grad=True),))
+    assert count(step, "arange") == 1
+    assert count(step, "unsqueeze") == 2
+    check_bits(step)

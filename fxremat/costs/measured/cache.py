@@ -33,8 +33,7 @@ class CostCache:
             refuses made-up numbers.
         other_bits: results that differ when runs are computed in parts.
         left: layouts that kernels give their results; ``None`` if unknown.
-        causal: whether a mask is causal, or whether attention gives the same bits with
-            ``is_causal``.
+        unmasked: whether an attention gives the same bits without its mask.
     """
 
     seconds: dict[Key, float] = field(default_factory=dict)
@@ -46,7 +45,7 @@ class CostCache:
     contrasts: dict[Key, list[list[torch.Tensor]] | None] = field(default_factory=dict)
     other_bits: dict[Key, Changed] = field(default_factory=dict)
     left: dict[Key, tuple[Layout, ...] | None] = field(default_factory=dict)
-    causal: dict[Key, bool] = field(default_factory=dict)
+    unmasked: dict[Key, bool] = field(default_factory=dict)
 
 
 COSTS: dict[Key, CostCache] = defaultdict(CostCache)

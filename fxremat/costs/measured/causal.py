@@ -1,9 +1,8 @@
-"""Detects attention masks that ``is_causal`` can replace, by running the mask and both kernels."""
+"""Compares the bits of attention with a mask and without, by running its kernels both ways."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,185 +13,198 @@ from fxremat.costs.measured.bits import comparisons
 from fxremat.costs.measured.cache import CostCache
 from fxremat.costs.measured.execute import HeldBytes, undisturbed
 from fxremat.costs.measured.synthetic import made_up
-from fxremat.passes.joint.masks import BACKWARD, FORWARD, causal_arguments
+from fxremat.passes.joint.formula_rules import arguments_of
+from fxremat.passes.joint.masks import KERNELS, Kernel
+from fxremat.passes.joint.sizes import Following, layouts_of
 from fxremat.passes.parts.bits import are_equal
 from fxremat.passes.stages.block import Key, tensor_key
 
-CPU = torch.device("cpu")
+LONGEST = 2048
+"""Kernels are compared for at most this many queries and keys, so that no mask is larger.
+
+They compute blocks of at most 512, so longer sequences run the same code more often."""
+
+LENGTHS = (100, 330, 1000)
+"""Other numbers of queries to compare where these follow sizes.
+
+The kernel of a CPU has another size of blocks below 192, and below 768, queries."""
+
+FEW = 2
+"""How many items and heads are compared at other lengths than the traced one: each is computed by
+itself."""
+
+ALIGNED = 16
+"""Rows of masks begin at multiples of this many elements, as kernels of a GPU need."""
+
+GRADIENTS = ("grad_out", "grad_out_")
+KEYS = ("key", "value")
+
+Lengths = tuple[int, int]
+"""Numbers of queries and of keys."""
 
 
-class CausalMasks:
-    """Detects attention masks that ``is_causal=True`` can replace.
+class MaskBits:
+    """Compares attention with a mask that follows a rule and attention without it.
 
     Args:
         cache: results of former calls. New ones are added.
 
     Attributes:
-        measuring_bytes: most bytes that were held at once to detect a mask.
+        measuring_bytes: most bytes that were held at once for a comparison.
     """
 
     def __init__(self, cache: CostCache) -> None:
         self.measuring_bytes = 0
         self._cache = cache
 
-    def can_replace(self, node: fx.Node) -> bool:
-        """Return whether ``is_causal`` can replace the mask of ``node`` with identical bits.
+    def are_kept(self, node: fx.Node, causal: bool) -> bool:
+        """Return whether an attention has the same bits without its mask.
 
-        The mask must not depend on any input, and must exclude the keys after each query and no
-        others. Kernels are compared for made-up numbers. Numbers that are not finite reach earlier
-        queries through a mask, but not with ``is_causal``.
+        Kernels are compared for made-up numbers: for the traced shapes, or with fewer queries and
+        keys where there are more than ``LONGEST``. If the length follows sizes, they are also
+        compared for ``LENGTHS``. Numbers that are not finite reach earlier queries through a mask,
+        but not without it. This function is a :data:`fxremat.passes.joint.masks.CanReplace`.
 
         Args:
-            node: an operation of :data:`fxremat.passes.joint.masks.IS_CAUSAL` that reads a mask.
+            node: an operation of :data:`fxremat.passes.joint.masks.KERNELS` that reads a mask.
+            causal: whether the mask is causal, and replaced by ``is_causal``; otherwise it excludes
+                nothing.
 
         Returns:
-            Whether it can. ``False`` also where the mask or the kernels cannot be run, for example
-            for lack of memory.
+            Whether it has. ``False`` also where the kernels cannot be run, for example for lack of
+            memory.
 
         Ensures:
             The random generators are as before.
         """
-        mask = node.kwargs["attn_mask"]
-        sources = _sources(mask) if isinstance(mask, fx.Node) else None
-        if sources is None:
-            return False
-        return self._cached(_written(sources), lambda: self._is_causal(sources)) and self._cached(
-            _key(node), lambda: self._is_same(node)
-        )
-
-    def _cached(self, key: Key, run: Callable[[], bool]) -> bool:
-        if key not in self._cache.causal:
+        traced = {name: _traced(value) for name, value in arguments_of(node).items()}
+        lengths = _lengths(node)
+        key: Key = (str(node.target), causal, lengths, *map(tensor_key, traced.values()))
+        if key not in self._cache.unmasked:
             try:
-                with undisturbed(CPU):
-                    self._cache.causal[key] = run()
+                with undisturbed(traced["query"].device):
+                    same = all(self._are_same(node, traced, causal, own) for own in lengths)
+                self._cache.unmasked[key] = same
             except RuntimeError:
                 return False
-        return self._cache.causal[key]
+        return self._cache.unmasked[key]
 
-    def _note(self, held: HeldBytes, value: object) -> None:
-        """Count the bytes of ``value`` as held, and update ``measuring_bytes``."""
-        held.add(value)
-        self.measuring_bytes = max(self.measuring_bytes, held.nbytes)
-
-    def _is_causal(self, nodes: Sequence[fx.Node]) -> bool:
-        """Run ``nodes``, and return whether the value of the last one is a causal mask.
-
-        Other values are freed after their last reader.
-        """
-        last_reader = {source: node for node in nodes for source in node.all_input_nodes}
-        values: dict[fx.Node, Any] = {}
-        held = HeldBytes(CPU)
-        for node in nodes:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            self._note(held, values[node])
-            for source in node.all_input_nodes:
-                if last_reader[source] is node:
-                    held.drop(values.pop(source))
-        del args, kwargs
-        mask = _not_expanded(values[nodes[-1]])
-        queries, keys = mask.shape[-2:]
-        if queries != keys:
-            return False
-        causal = _causal_like(mask)
-        self._note(held, causal)
-        return all(torch.equal(each, causal) for each in mask.reshape(-1, queries, keys))
-
-    def _is_same(self, node: fx.Node) -> bool:
-        """Return whether an attention gives the same bits with a causal mask as with ``is_causal``.
-
-        The causal mask has the layout of the attention's mask.
-
-        Args:
-            node: the attention, or its backward.
-        """
-        traced = _traced(node.args)
-        tensors = [value for value in traced if isinstance(value, torch.Tensor)]
+    def _are_same(
+        self, node: fx.Node, traced: Mapping[str, Any], causal: bool, lengths: Lengths
+    ) -> bool:
+        operation: Any = node.target
+        kernel: Kernel = KERNELS[operation]
+        computed = [name for name, _ in kernel.results]
+        laid = {
+            name: _laid(name, value, traced, kernel, lengths)
+            for name, value in traced.items()
+            if name not in computed
+        }
+        tensors = [value for value in laid.values() if isinstance(value, torch.Tensor)]
         return all(
-            self._is_same_for_random_values(node, traced) for _ in range(comparisons(tensors))
+            self._are_same_for_random_numbers(operation, kernel, laid, causal)
+            for _ in range(comparisons(tensors))
         )
 
-    def _is_same_for_random_values(self, node: fx.Node, traced: Sequence[Any]) -> bool:
-        operation: Any = node.target
-        options = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
-        args = [made_up(value) if isinstance(value, torch.Tensor) else value for value in traced]
-        (mask,) = map(made_up, _traced([node.kwargs["attn_mask"]]))
-        each = _not_expanded(mask)
-        each.copy_(_causal_like(each))
-        if operation is BACKWARD:
-            args[4:6] = FORWARD(*args[1:4], attn_mask=mask, **options)
-        results = operation(*args, attn_mask=mask, **options)
-        of_causal = operation(*causal_arguments(operation, tuple(args)), **options)
-        self._note(HeldBytes(CPU), [*args, mask, *results, *of_causal])
-        return all(map(are_equal, results, of_causal))
+    def _are_same_for_random_numbers(
+        self, operation: Any, kernel: Kernel, laid: Mapping[str, Any], causal: bool
+    ) -> bool:
+        given = {
+            name: made_up(value) if isinstance(value, torch.Tensor) else value
+            for name, value in laid.items()
+        }
+        each = _not_expanded(given[kernel.mask])
+        each.copy_(_mask_like(each, causal))
+        if kernel.forward is not None:
+            names = [a.name for a in kernel.forward._schema.arguments]
+            options = {"compute_log_sumexp": True, **given}
+            results = kernel.forward(**{name: options[name] for name in names if name in options})
+            given.update((name, results[place]) for name, place in kernel.results)
+        masked = operation(**given)
+        unmasked = operation(**given | {kernel.mask: None, "is_causal": causal})
+        held = HeldBytes(given["query"].device)
+        held.add([*filter(_is_tensor, (*given.values(), *masked, *unmasked))])
+        self.measuring_bytes = max(self.measuring_bytes, held.nbytes)
+        pairs = zip(masked, unmasked, strict=True)
+        # A seed of dropout is drawn even if there is none.
+        return all(are_equal(a, b) for a, b in pairs if _is_tensor(a) and a.is_floating_point())
 
 
-def _traced(values: Sequence[Any]) -> list[Any]:
-    """Return ``values`` with each node replaced by the value that it was traced with."""
-    return [value.meta["val"] if isinstance(value, fx.Node) else value for value in values]
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
-def _key(node: fx.Node) -> Key:
-    """Return a cache key: the operation of ``node``, and layouts and values of its arguments."""
-    values = _traced([*node.args, *node.kwargs.values()])
-    return (str(node.target), *node.kwargs, *map(tensor_key, values))
+def _traced(value: Any) -> Any:
+    """Return the value that an argument was traced with."""
+    value = value.meta["val"] if isinstance(value, fx.Node) else value
+    return float(value) if isinstance(value, Following) and isinstance(value, float) else value
 
 
-def _sources(mask: fx.Node) -> list[fx.Node] | None:
-    """Return ``mask`` and all nodes that it is computed from, in graph order.
+def _lengths(node: fx.Node) -> tuple[Lengths, ...]:
+    """Return the numbers of queries and keys to compare ``node`` with, those it has first."""
+    given = arguments_of(node)
+    traced = [layouts_of(given[name])[0].shape[-2] for name in ("query", "key")]
+    first = [n if n <= LONGEST else LONGEST // 2 + n % (LONGEST // 2) for n in map(int, traced)]
+    follow = [isinstance(n, Following) for n in traced]
+    others = [[other if f else n for n, f in zip(first, follow, strict=True)] for other in LENGTHS]
+    every = [first, *(others if any(follow) else ())]
+    return tuple(dict.fromkeys((queries, keys) for queries, keys in every))
 
-    Returns ``None`` if the value of any of them may change.
+
+def _laid(
+    name: str, value: Any, traced: Mapping[str, Any], kernel: Kernel, lengths: Lengths
+) -> Any:
+    """Return ``value`` with another number of queries and keys, without data.
+
+    Args:
+        name: the name of the argument.
+        value: the traced value of the argument; what is no tensor is returned as it is.
+        traced: the traced values of all arguments.
+        kernel: the operator.
+        lengths: the numbers of queries and keys.
     """
-    waiting, sources = [mask], set[fx.Node]()
-    while waiting:
-        node = waiting.pop()
-        if node not in sources:
-            if not _is_fixed(node):
-                return None
-            sources.add(node)
-            waiting.extend(node.all_input_nodes)
-    return sorted(sources)
-
-
-def _is_fixed(node: fx.Node) -> bool:
-    """Return whether a node gives equal results at each call, and has no side effect.
-
-    Inputs and constants of the graph are the user's, who can change them. A custom operation may
-    read or do anything, and a collective waits for other processes. Memory that is only allocated
-    has no defined value.
-    """
-    target = node.target
-    if node.op != "call_function":
-        return False
-    if target is operator.getitem:
-        return True
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
-        return False
-    return "empty" not in target._schema.name and not torch_compat.draws_random_numbers(node)
-
-
-def _written(nodes: Sequence[fx.Node]) -> Key:
-    """Return the calls of ``nodes`` as text that does not depend on the names of nodes."""
-    label = {node: f"%{index}" for index, node in enumerate(nodes)}
-    return tuple(
-        f"{node.target} {fx.map_arg((node.args, node.kwargs), label.__getitem__)}" for node in nodes
-    )
+    query, key = traced["query"], traced["key"]
+    if not isinstance(value, torch.Tensor) or lengths == (query.shape[-2], key.shape[-2]):
+        return value
+    shape, row = list(map(int, value.shape)), 1
+    if name in ("query", *GRADIENTS):
+        shape[-2] = lengths[0]
+    elif name in KEYS:
+        shape[-2] = lengths[1]
+    elif name == kernel.mask:
+        shape[-2:] = [n if old > 1 else 1 for n, old in zip(lengths, shape[-2:], strict=True)]
+        row = ALIGNED
+    else:
+        return value
+    narrow = query.dim() == 4 and query.shape[1] == key.shape[1]
+    for dim in range(len(shape) - 2) if narrow else ():
+        shape[dim] = min(shape[dim], FEW)
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (value.stride(dim), -dim)):
+        if value.stride(dim) or shape[dim] == 1:
+            stride[dim] = step
+            step = -(-step * shape[dim] // row) * row
+    storage = torch_compat.meta_storage(step * value.element_size())
+    return torch_compat.fake_tensor(value, storage, shape, stride, 0)
 
 
 def _not_expanded(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask with one entry for each batch or head dimension over which it is expanded."""
-    for dim, stride in enumerate(mask.stride()[:-2]):
+    """Return a mask with one entry for each dimension over which it is expanded."""
+    for dim, stride in enumerate(mask.stride()):
         if stride == 0:
             mask = mask.narrow(dim, 0, 1)
     return mask
 
 
-def _causal_like(mask: torch.Tensor) -> torch.Tensor:
-    """Return a causal mask with the dtype of ``mask``, for as many queries and keys.
+def _mask_like(mask: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Return a mask with the dtype of ``mask``, for as many queries and keys.
 
-    It is Boolean, or has 0 where a key is visible and negative infinity elsewhere.
+    It is Boolean, or has 0 where a key is visible and negative infinity elsewhere. It is causal, or
+    excludes nothing.
     """
-    visible = torch.ones(mask.shape[-2:], dtype=torch.bool).tril_()
+    visible = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
+    if causal:
+        visible.tril_()
     if mask.dtype is torch.bool:
         return visible
     return torch.zeros_like(visible, dtype=mask.dtype).masked_fill_(

@@ -48,9 +48,8 @@ def build_joint_graph(
             outputs, see :mod:`fxremat.passes.joint.batchnorm`.
         shared: also merge equal operations whose result is large, if it is kept for the backward.
         sizes: the symbols that the graph follows; ``module`` has numbers in their place.
-        can_replace: returns whether ``is_causal`` can replace a mask of attention. No mask is
-            replaced where this is ``None``, or where the graph follows symbols: a mask may be
-            causal at one size only.
+        can_replace: returns whether attention can be called without a mask that follows a rule;
+            ``None``: all masks stay.
 
     Requires: ``module`` is functional, and no size is a symbol of torch
         (:func:`fxremat.passes.joint.fixed_sizes.fix_sizes`).
@@ -73,8 +72,8 @@ def build_joint_graph(
     _drop_opaque_gradients(graph, forward_output_count)
     _erase_detach(graph)
     user_kernels.make_results_inside(graph)
-    if can_replace is not None and not sizes:
-        masks.replace_causal_masks(graph, can_replace)
+    if can_replace is not None:
+        masks.replace_masks(graph, sizes or Sizes(), can_replace)
     _gather_operations(graph)
     _eliminate_dead_code(graph)
     batchnorm.drop_running_statistics(graph)
@@ -224,6 +223,13 @@ def _merge_duplicates(joint: JointGraph, *, shared: bool) -> None:
     returned = table.of((*joint.results, *joint.gradients))
     first_of: dict[object, fx.Node] = {}
     moved: dict[int, torch.Tensor] = {}
+
+    def base_of(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in the storage that ``tensor`` is in after all merges so far."""
+        while torch_compat.storage_key(tensor) in moved:
+            tensor = moved[torch_compat.storage_key(tensor)]
+        return tensor
+
     for node in joint.forward:
         if rng.has_effect(node) or batchnorm.updates_statistics(node):
             continue
@@ -243,13 +249,13 @@ def _merge_duplicates(joint: JointGraph, *, shared: bool) -> None:
             node.replace_all_uses_with(first)
             joint.module.graph.erase_node(node)
             for erased, kept in zip(tensors_of(node), tensors_of(first), strict=True):
-                if torch_compat.storage_key(erased) != torch_compat.storage_key(kept):
-                    moved[torch_compat.storage_key(erased)] = kept
+                # A view that stays may be of a tensor that was erased before.
+                old, new = base_of(erased), base_of(kept)
+                if torch_compat.storage_key(old) != torch_compat.storage_key(new):
+                    moved[torch_compat.storage_key(old)] = new
 
     def in_kept_storage(tensor: torch.Tensor) -> torch.Tensor:
-        base = tensor
-        while torch_compat.storage_key(base) in moved:
-            base = moved[torch_compat.storage_key(base)]
+        base = base_of(tensor)
         if base is tensor:
             return tensor
         offset = int(tensor.storage_offset())

@@ -1,4 +1,4 @@
-"""Causal masks that depend on no input: attention without them has the same bits."""
+"""Masks that follow from positions: attention without them has the same bits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxremat
+from fxremat.capture.sample import Sample
 from fxremat.costs.measured import causal
 from fxremat.costs.measured.cache import CostCache
-from fxremat.costs.measured.causal import CausalMasks
+from fxremat.costs.measured.causal import MaskBits
+from fxremat.costs.measured.synthetic import made_up
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.fixed_sizes import fix_sizes
+from fxremat.passes.joint.formula_rules import arguments_of
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.masks import BACKWARD, FORWARD, CanReplace
+from fxremat.passes.joint.masks import KERNELS, CanReplace, always
+from fxremat.sizing import fake
+from fxremat.sizing.fake import FakeCopies
 from tests.harness import SEED, Captured, capture, run_traced
 from tests.models.bits import assert_bitwise_equal, first_difference
 
@@ -68,7 +73,7 @@ def replaced(step: Captured, can_replace: CanReplace | None = None) -> JointGrap
         forward_output_count=step.output_count,
         mutated_primals=step.mutated,
         sizes=sizes,
-        can_replace=can_replace or CausalMasks(CostCache()).can_replace,
+        can_replace=can_replace or MaskBits(CostCache()).are_kept,
     )
 
 
@@ -79,7 +84,7 @@ def same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attention(joint: JointGraph) -> list[fx.Node]:
-    return [n for n in joint.module.graph.nodes if n.target in (FORWARD, BACKWARD)]
+    return [n for n in joint.module.graph.nodes if n.target in KERNELS]
 
 
 def skip_unless_bits_are_kept(step: Captured) -> None:
@@ -88,7 +93,8 @@ def skip_unless_bits_are_kept(step: Captured) -> None:
 
 
 def reads_masks(joint: JointGraph) -> list[bool]:
-    return ["attn_mask" in node.kwargs for node in attention(joint)]
+    each = ((arguments_of(n), KERNELS[n.target].mask) for n in attention(joint))
+    return [given[mask] is not None for given, mask in each]
 
 
 @pytest.mark.parametrize("mask", [lower, positions, added])
@@ -212,34 +218,126 @@ def test_a_constant_of_the_graph_stays():
 
 def test_only_nodes_that_may_be_replaced_are():
     step = step_of(Attention(lower))
-    joint = replaced(step, lambda node: node.target is BACKWARD)
+    joint = replaced(step, lambda node, causal: causal and "backward" in str(node.target))
     assert reads_masks(joint) == [True, True, False, False]
     assert reads_masks(step.joint) == 4 * [True], "nobody compares"
 
 
+def test_nothing_is_run_where_bits_may_differ(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(causal, "made_up", None)
+    assert reads_masks(replaced(step_of(Attention(positions)), always)) == 4 * [False]
+
+
+def with_symbols(mask: Mask, *dims: int, tokens: int = TOKENS) -> Captured:
+    torch.manual_seed(SEED)
+    x = torch.randn(3, tokens, WIDTH)
+    for dim in dims:
+        torch._dynamo.mark_dynamic(x, dim)
+    return capture(Attention(mask).train(), (x,), dynamic=None)
+
+
+def at_all_lengths(x: Tensor) -> Tensor:
+    rows = torch.arange(x.shape[1])
+    return rows[None, :] <= rows[:, None]
+
+
+def in_a_window(x: Tensor) -> Tensor:
+    rows = torch.arange(x.shape[1])
+    return at_all_lengths(x) & (rows[None, :] > rows[:, None] - 2 * TOKENS)
+
+
+def at_one_length(x: Tensor) -> Tensor:
+    rows = torch.arange(x.shape[1])
+    return rows[None, :] + x.shape[1] <= rows[:, None] + TOKENS
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)])
 @pytest.mark.usefixtures("same_bits")
-def test_masks_stay_where_sizes_may_change():
-    x = torch.randn(3, TOKENS, WIDTH)
-    torch._dynamo.mark_dynamic(x, 0)
-    step = capture(Attention(positions).train(), (x,), dynamic=None)
-    joint = replaced(step)
+def test_a_rule_holds_at_all_sizes(dims: tuple[int, ...]):
+    joint = replaced(with_symbols(at_all_lengths, *dims))
     assert joint.sizes
-    assert reads_masks(joint) == 4 * [True]
+    assert reads_masks(joint) == 4 * [False]
 
 
-def test_masks_and_kernels_are_run_once(monkeypatch: pytest.MonkeyPatch):
-    masks, step = CausalMasks(CostCache()), step_of(Attention(lower))
-    first = reads_masks(replaced(step, masks.can_replace))
-    monkeypatch.setattr(CausalMasks, "_is_causal", None)
-    monkeypatch.setattr(CausalMasks, "_is_same", None)
-    assert reads_masks(replaced(step, masks.can_replace)) == first
+@pytest.mark.parametrize("mask", [in_a_window, at_one_length])
+@pytest.mark.usefixtures("same_bits")
+def test_a_mask_that_is_causal_at_one_length_only_stays(mask: Mask):
+    torch._dynamo.reset()
+    assert reads_masks(replaced(with_symbols(mask, 0))) == 4 * [False]
+    assert reads_masks(replaced(with_symbols(mask, 1))) == 4 * [True]
+
+
+def full(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+
+
+def zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
+
+
+@pytest.mark.parametrize("mask", [full, zeros])
+def test_a_mask_that_excludes_nothing_is_left_out(mask: Mask):
+    step = step_of(Attention(mask))
+    joint = replaced(step, always)
+    assert reads_masks(joint) == 4 * [False]
+    truth = run_traced(step)
+    with torch.no_grad():
+        results = fx.Interpreter(joint.module).run(
+            *step.primals, *step.tangents, enable_io_processing=False
+        )
+    for result, expected in zip(results, [*truth.outputs, *truth.gradients], strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+def test_kernels_are_run_once(monkeypatch: pytest.MonkeyPatch):
+    bits, step = MaskBits(CostCache()), step_of(Attention(lower))
+    first = reads_masks(replaced(step, bits.are_kept))
+    monkeypatch.setattr(causal, "made_up", None)
+    assert reads_masks(replaced(step, bits.are_kept)) == first
+
+
+def test_kernels_are_compared_at_several_lengths_where_the_length_varies(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    lengths = set()
+
+    def seen(traced: Tensor) -> Tensor:
+        lengths.add(int(traced.shape[-2]))
+        return made_up(traced)
+
+    monkeypatch.setattr(causal, "made_up", seen)
+    replaced(step_of(Attention(lower)))
+    assert lengths == {TOKENS}
+    replaced(with_symbols(at_all_lengths, 1))
+    assert lengths == {TOKENS, *causal.LENGTHS}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_no_mask_of_a_long_sequence_is_made(dynamic: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(causal, "LONGEST", 64)
+    monkeypatch.setattr(causal, "LENGTHS", (33,))
+    copies, model = FakeCopies(), Attention(at_all_lengths).train()
+    sample = Sample((torch.empty(1, 60_000, WIDTH, device="meta"),)).map(copies.of)
+    with copies.inside(model):
+        step = fake.capture(model, sample, dynamic=dynamic)
+    bits, (module, sizes) = MaskBits(CostCache()), fix_sizes(step.joint)
+    joint = build_joint_graph(
+        module,
+        forward_output_count=step.output_count,
+        mutated_primals=(),
+        sizes=sizes,
+        can_replace=bits.are_kept,
+    )
+    assert bool(joint.sizes) == dynamic
+    assert len(attention(joint)) == 4
+    assert 0 < bits.measuring_bytes < 1 << 20
 
 
 def test_what_is_held_meanwhile_is_counted():
-    masks = CausalMasks(CostCache())
-    replaced(step_of(Attention(positions)), masks.can_replace)
+    bits = MaskBits(CostCache())
+    replaced(step_of(Attention(positions)), bits.are_kept)
     mask_bytes = 3 * TOKENS * TOKENS * 4
-    assert mask_bytes < masks.measuring_bytes < 10 * mask_bytes
+    assert mask_bytes < bits.measuring_bytes < 10 * mask_bytes
 
 
 def test_a_step_warns_of_what_masks_took_while_it_was_planned():
@@ -253,21 +351,20 @@ def test_a_step_warns_of_what_masks_took_while_it_was_planned():
 
 
 @pytest.mark.usefixtures("same_bits")
-def test_masks_stay_where_they_or_kernels_cannot_be_run(monkeypatch: pytest.MonkeyPatch):
+def test_masks_stay_where_kernels_cannot_be_run(monkeypatch: pytest.MonkeyPatch):
     def refuse(*args: object, **_: object) -> Tensor:
         raise RuntimeError("you tried to allocate 1 byte")
 
-    step = step_of(Attention(lower))
-    for name in ("made_up", "_causal_like"):
-        with monkeypatch.context() as patched:
-            patched.setattr(causal, name, refuse)
-            assert reads_masks(replaced(step)) == 4 * [True]
-    assert reads_masks(replaced(step)) == 4 * [False], "memory may suffice later"
+    step, bits = step_of(Attention(lower)), MaskBits(CostCache())
+    with monkeypatch.context() as patched:
+        patched.setattr(causal, "made_up", refuse)
+        assert reads_masks(replaced(step, bits.are_kept)) == 4 * [True]
+    assert reads_masks(replaced(step, bits.are_kept)) == 4 * [False], "memory may suffice later"
 
 
 def test_masks_stay_where_bits_differ(monkeypatch: pytest.MonkeyPatch):
     step = step_of(Attention(lower))
-    monkeypatch.setattr(causal, "causal_arguments", lambda operation, args: args)
+    monkeypatch.setattr(causal, "are_equal", lambda one, other: False)
     assert reads_masks(replaced(step)) == 4 * [True]
 
 
