@@ -153,9 +153,9 @@ BUDGET_WARNINGS = (
         BudgetWarning,
         "Gradients or outputs are still held in the backward",
         why="The loop used to clear gradients, or to release outputs, between forward and "
-        "backward. In this step they are still held, as in a loop that accumulates gradients. Or the "
-        "source of a post-accumulate hook says that it takes the gradient away, as an optimizer "
-        "that steps in the backward does, but gradients stayed allocated.",
+        "backward. In this step they are still held, as in a loop that accumulates gradients. Or "
+        "the source of a post-accumulate hook says that it takes the gradient away, as an "
+        "optimizer that steps in the backward does, but gradients stayed allocated.",
         remedy="Pass `accumulate=True` where gradients are accumulated. Otherwise the next plan "
         "leaves room for them.",
         trouble="""

@@ -154,8 +154,8 @@ BACKWARD = (
         "the first time, after its post-accumulate hooks had run. In a backward that Python code "
         "has started, fxremat sees this before.",
         remedy="Repeat the step. From now on the hooks run once the gradient is complete.",
-        needs="a hook on a parameter that is used outside the compiled model in a later step, whose "
-        "backward a program in C++ starts",
+        needs="a hook on a parameter that is used outside the compiled model in a later step, "
+        "whose backward a program in C++ starts",
         test="tests/runtime/test_gradients.py::test_a_gradient_that_joins_after_the_hooks_is_an_error_and_then_is_not",
     ),
 )
