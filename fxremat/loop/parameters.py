@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fxremat import torch_compat
 from fxremat.errors import ArgumentError
-from fxremat.loop.hosting import SMALL_SHARE
+from fxremat.loop.placement import SMALL_SHARE
 from fxremat.planner.transfers.transfers import HostMemory
 from fxremat.runtime.host_parameter import HostParameter, homes
 

@@ -40,7 +40,7 @@ def plan_moving(model: nn.Module, options: Arguments, plan_with: Planned) -> Run
     parameters = within(movable(model), host.limit_bytes)
     if not parameters:
         return plan_with(options)
-    resident: Runner | None = None
+    resident_s: float | None = None  # seconds of the step with all parameters on the device
     if not options.budget.grows:
         try:
             resident = plan_with(options)
@@ -49,21 +49,23 @@ def plan_moving(model: nn.Module, options: Arguments, plan_with: Planned) -> Run
         else:
             if resident.training.regions.several or _keeps_everything(resident):
                 return resident
+            resident_s = _plan(resident).predicted_s
             budget_bytes = resident.training.loop.budget.nbytes
+            _discard(resident)
         if budget_bytes is not None:  # a share is one of what the step takes on the device
             options = replace(options, budget=options.budget.resolved_to(budget_bytes))
     moved = Moved(parameters, host)
     try:
         runner = _with_fewer(plan_with(options), moved, options, plan_with)
+        if resident_s is not None and resident_s <= _seconds(runner):
+            _discard(runner)
+            moved.undo()
+            return plan_with(options)
     except BaseException as error:
         moved.undo()
-        if resident is not None and isinstance(error, BudgetError):
-            return resident
+        if resident_s is not None and isinstance(error, BudgetError):
+            return plan_with(options)
         raise
-    if resident is not None and _seconds(resident) <= _seconds(runner):
-        runner.release()
-        moved.undo()
-        return resident
     nbytes = sum(own.nbytes for own in moved.parameters)
     count = plural(len(moved.parameters), "parameter")
     LOG.info("%s with %s are in host memory", count, format_bytes(nbytes))
@@ -89,9 +91,15 @@ def _with_fewer(runner: Runner, moved: Moved, options: Arguments, plan_with: Pla
     back = within(moved.parameters, room_bytes)
     if not back:
         return runner
+    _discard(runner)
     moved.undo(back)
-    runner.release()
     return plan_with(options)
+
+
+def _discard(runner: Runner) -> None:
+    """Undo what planning has done outside of the runner, such as to optimizers."""
+    runner.training.loop.leave()
+    runner.release()
 
 
 def _plan(runner: Runner) -> Plan:
