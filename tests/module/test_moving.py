@@ -17,55 +17,13 @@ import fxremat
 from fxremat.costs.measured.measure import peak_of, resident_bytes
 from fxremat.errors import TransferError
 from fxremat.runtime.host_parameter import HostParameter
+from tests.models.adapters import Adapters
 from tests.models.bits import assert_bitwise_equal
 from tests.moving import intercept_copies
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "quick_search")
 
 HOST = fxremat.HostMemory(parameters=True)
-WIDTH = 64
-
-
-class Adapted(nn.Module):
-    """A frozen linear layer with a trained product of low rank."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__()
-        self.base = nn.Linear(inputs, outputs)
-        self.base.requires_grad_(False)
-        self.down = nn.Linear(inputs, 4, bias=False)
-        self.up = nn.Linear(4, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.inner, self.outer = Adapted(WIDTH, 4 * WIDTH), Adapted(4 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.outer(nn.functional.gelu(self.inner(self.norm(x)))))
-
-
-class Adapters(nn.Module):
-    """Blocks of adapted layers over a frozen table of embeddings, tied to the last layer."""
-
-    def __init__(self, blocks: int = 4):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(128, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(blocks)))
-        self.head = nn.Linear(WIDTH, 128, bias=False)
-        self.head.weight = self.table.weight
-        self.table.requires_grad_(False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.head(self.blocks(self.table(tokens)))
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 TOKENS = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(1))
