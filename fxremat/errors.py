@@ -105,6 +105,7 @@ class BudgetError(FxrematError):
         largest: with symbolic sizes, the largest size of each dimension that fits while all sizes
             that do not depend on it stay as they are. A dimension is named ``args[0].shape[0]``. It
             is empty if not even the smallest size fits.
+        budget_bytes: the budget in bytes, or ``None`` if it could not be read.
     """
 
     def __init__(
@@ -114,9 +115,11 @@ class BudgetError(FxrematError):
         code: str = "",
         least_budget_bytes: int | None = None,
         largest: dict[str, int] | None = None,
+        budget_bytes: int | None = None,
     ) -> None:
         super().__init__(message, code=code)
         self.least_budget_bytes = least_budget_bytes
+        self.budget_bytes = budget_bytes
         self.largest = dict(largest or {})
 
 

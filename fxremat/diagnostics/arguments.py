@@ -253,6 +253,47 @@ ARGUMENTS = (
             """,
         ),
     ),
+    Diagnostic(
+        "FXR414",
+        ArgumentError,
+        "Parameters of a wrapped model cannot move to host memory",
+        why="`DistributedDataParallel`, `fully_shard` and `DTensor` work on the memory of "
+        "parameters on the device, so these must stay there.",
+        remedy="Omit `parameters=True` of `HostMemory`. Activations may still move to host memory.",
+        trouble="""
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        host = fxremat.HostMemory(parameters=True)
+        fxremat.compile(wrapped, x, "64 MiB", offload=host)
+        """,
+        remedies=(
+            """
+            fxremat.compile(wrapped, x, "64 MiB", offload="auto")
+            """,
+        ),
+    ),
+    Diagnostic(
+        "FXR415",
+        ArgumentError,
+        "A parameter cannot move to host memory, because other code refers to it",
+        why="A parameter that moves stays the same object, but its memory is replaced. Views of "
+        "it, autograd graphs of unfinished steps, and libraries in C++ would keep the old memory.",
+        remedy="Compile the model before such code refers to its parameters, or delete the views "
+        "and the unfinished steps.",
+        trouble="""
+        model[0].requires_grad_(False)
+        rows = model[0][0].weight[:10]
+        host = fxremat.HostMemory(parameters=True)
+        fxremat.compile(model, x, "min", offload=host)
+        """,
+        remedies=(
+            """
+            del rows
+            fxremat.compile(model, x, "min", offload=host)
+            """,
+        ),
+    ),
 )
 
 SAMPLES = (

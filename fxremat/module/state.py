@@ -18,6 +18,7 @@ from fxremat.capture.sample import Sample, check_sample
 from fxremat.compiler.entry import trace_only
 from fxremat.errors import FxrematError, PlanError
 from fxremat.module.first_plan import plan_first_step
+from fxremat.module.moving import plan_moving
 from fxremat.module.runner import Runner
 from fxremat.options.arguments import Arguments
 from fxremat.options.measured_needs import LossNeeds
@@ -185,4 +186,7 @@ def start(state: ModuleState, call: Sample, *, hooked: bool, detaches: bool = Tr
             return plan_with(replace(state.options, kept=state.inherited.plan))
         except PlanError:
             state.inherited = replace(state.inherited, plan=None)
+    host = state.options.host
+    if host is not None and host.parameters:
+        return plan_moving(state.original, state.options, plan_with)
     return plan_with(state.options)

@@ -156,6 +156,7 @@ class Budget:
                 f"{full_bytes} bytes ({format_bytes(full_bytes)}). Give at least "
                 f"{share}{self.again(most_bytes)}{other}{hint}",
                 least_budget_bytes=most_bytes,
+                budget_bytes=nbytes,
                 code="FXR002",
             )
         return nbytes
@@ -182,6 +183,7 @@ def constrained(error: BudgetError, *, least_bytes: int | None) -> BudgetError:
         f"{error.message}. {cost}",
         least_budget_bytes=error.least_budget_bytes,
         largest=error.largest,
+        budget_bytes=error.budget_bytes,
         code=error.code,
     )
 

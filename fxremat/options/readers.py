@@ -104,6 +104,7 @@ def _read_offload(argument: str, value: Any) -> transfers.HostMemory | None:
         folder=cast("str | None", host.folder),
         state=bool(host.state),
         all_state=host.state == "all",
+        parameters=host.parameters,
     )
 
 

@@ -145,6 +145,13 @@ OPTIONS: tuple[Option, ...] = (
                 part="folder",
             ),
             Field("host_state", bool, "optimizer state in host memory", False, part="state"),
+            Field(
+                "host_parameters",
+                bool,
+                "keep frozen parameters in host memory",
+                False,
+                part="parameters",
+            ),
         ),
         agreed=True,
     ),

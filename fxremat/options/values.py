@@ -66,6 +66,9 @@ class HostMemory:
             host memory. As much of them does as makes the step fastest within the budget. The
             optimizer steps some parameters at a time, on the device, with the same bits as without.
             ``"all"``: all of them do, whatever the budget is.
+        parameters: whether frozen parameters may live in host memory: a step then copies each to
+            the device before an operation reads it, and frees it afterwards. None is moved where
+            everything fits on the device.
 
     Raises:
         ArgumentError: a value cannot be read.
@@ -75,6 +78,7 @@ class HostMemory:
     limit: int | str | None = None
     folder: str | os.PathLike[str] | None = None
     state: bool | Literal["all"] = False
+    parameters: bool = False
 
     def __post_init__(self) -> None:
         if not (isinstance(self.what, str) and self.what in get_args(What)):
@@ -85,6 +89,8 @@ class HostMemory:
             object.__setattr__(self, "folder", _read_folder("folder", self.folder))
         if not isinstance(self.state, bool) and self.state != "all":
             refuse("state", self.state, "True, False or 'all'")
+        if not isinstance(self.parameters, bool):
+            refuse("parameters", self.parameters, "True or False")
 
 
 def read_bytes(argument: str, value: object, *, most: int | None = None) -> int:

@@ -84,6 +84,24 @@ class Lease(abc.ABC):
             Arrival(fresh, lease=self, copy=self._prefetch(fresh[:filled], offset))
         return fresh
 
+    def fill(self, fresh: Tensor, *, offset: int) -> None:
+        """Copy from byte ``offset`` to ``fresh``, uint8, which may be read when this returns.
+
+        Raises:
+            TransferError: the copy failed.
+        """
+        self.check_process()
+        self.wait_for(self._prefetch(fresh, offset))
+
+    def take(self, source: Tensor, *, offset: int) -> None:
+        """Copy ``source``, uint8, to byte ``offset``; it may be freed when this returns.
+
+        Raises:
+            TransferError: the copy failed.
+        """
+        self.check_process()
+        self._release(self._offload(source, offset))
+
     def recover(self) -> None:  # noqa: B027
         """Allow further transfers after one that failed, where the lease outlives a step."""
 

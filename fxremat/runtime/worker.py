@@ -193,6 +193,18 @@ def failed(kind: str, nbytes: int, error: BaseException) -> TransferError:
     )
 
 
+def _copy_now(kind: watch.Kind, source: Bytes, target: Bytes) -> None:
+    """Copy ``source`` to ``target`` in this thread.
+
+    Raises:
+        TransferError: the copy failed.
+    """
+    try:
+        watch.perform(lambda: np.copyto(target, source))
+    except Exception as error:
+        raise failed(kind, source.nbytes, error) from error
+
+
 class WorkerLease(Lease):
     """Transfers by the worker's thread, for which the computing thread waits.
 
@@ -207,6 +219,24 @@ class WorkerLease(Lease):
     def recover(self) -> None:
         """Forget an earlier failure; each transfer still reports its failure."""
         self.failure = None
+
+    def fill(self, fresh: Tensor, *, offset: int) -> None:
+        """Copy from byte ``offset`` to ``fresh`` in this thread.
+
+        Raises:
+            TransferError: the copy failed.
+        """
+        self.check_process()
+        _copy_now("prefetch", self._part(offset, fresh.numel()), fresh.numpy())
+
+    def take(self, source: Tensor, *, offset: int) -> None:
+        """Copy ``source`` to byte ``offset`` in this thread.
+
+        Raises:
+            TransferError: the copy failed.
+        """
+        self.check_process()
+        _copy_now("offload", source.numpy(), self._part(offset, source.numel()))
 
     def _offload(self, source: Tensor, offset: int) -> Transfer:
         return self._submit("offload", source.numpy(), self._part(offset, source.numel()))

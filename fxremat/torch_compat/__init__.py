@@ -26,6 +26,7 @@ from fxremat.torch_compat.kernels import *  # noqa: E402, F403
 from fxremat.torch_compat.modes import *  # noqa: E402, F403
 from fxremat.torch_compat.modules import *  # noqa: E402, F403
 from fxremat.torch_compat.nested import *  # noqa: E402, F403
+from fxremat.torch_compat.operators import *  # noqa: E402, F403
 from fxremat.torch_compat.partitioner import *  # noqa: E402, F403
 from fxremat.torch_compat.processes import *  # noqa: E402, F403
 from fxremat.torch_compat.storages import *  # noqa: E402, F403

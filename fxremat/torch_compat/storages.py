@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -33,6 +34,27 @@ class OffDevice(torch.Tensor):
     """A base class of tensors that no memory of their device belongs to."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+_in_host: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+"""Owners of storages that represent host memory, by address. These count on no device."""
+
+
+def note_in_host(tensor: torch.Tensor, owner: object) -> None:
+    """Record that the storage of ``tensor`` is in host memory, also where the device is the CPU.
+
+    Args:
+        tensor: a dense tensor with data.
+        owner: an object that exists for as long as the storage.
+    """
+    _in_host[tensor.untyped_storage().data_ptr()] = owner
+
+
+def host_owner(tensor: torch.Tensor) -> Any:
+    """Return the owner of the storage of ``tensor`` if it is in host memory, else ``None``."""
+    if not (_in_host and type(tensor) in _PLAIN and tensor.is_cpu):
+        return None
+    return _in_host.get(tensor.untyped_storage().data_ptr())
 
 
 def wrapper_tensor(kind: Any, like: torch.Tensor, device: torch.device) -> Any:
@@ -75,10 +97,10 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     For a dense tensor that is the tensor itself; for a sparse one, its indices and its values; for
     a bundle, also what it holds; for one of a wrapper subclass, such as a quantized weight, the
     parts of the tensors that it wraps, and thus only this process's part of a distributed tensor.
-    The result is empty if torch does not expose the tensor's memory, and for an
-    :class:`OffDevice` tensor.
+    The result is empty if torch does not expose the tensor's memory, and for tensors in host
+    memory: :class:`OffDevice` tensors, and those of :func:`note_in_host`.
     """
-    if isinstance(tensor, OffDevice):
+    if isinstance(tensor, OffDevice) or host_owner(tensor) is not None:
         return ()
     if type(tensor) is Bundle:
         tensors = (x for x in tensor.contents if isinstance(x, torch.Tensor))
@@ -99,6 +121,23 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     Its own storage has a nominal size and no memory.
     """
     return type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
+
+
+def swap(first: torch.Tensor, second: torch.Tensor) -> str:
+    """Exchange class, attributes and memory of two tensors; weak references stay with the objects.
+
+    Returns why that is impossible, in which case nothing has changed; else an empty text.
+    """
+    tensors: list[Any] = [first, second]
+    for tensor in tensors:
+        if tensor._use_count() > 1 + (tensor.is_leaf and tensor.requires_grad):
+            return "an autograd graph, or code in C++, refers to it"
+    for name in ("__class__", "__dict__"):
+        own, other = getattr(first, name), getattr(second, name)
+        setattr(first, name, other)
+        setattr(second, name, own)
+    torch._C._swap_tensor_impl(first, second)
+    return ""
 
 
 def rewrapped(wrapper: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -176,6 +215,8 @@ def storages_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> dict[i
         if not (tensor.is_cpu if on_cpu else tensor.device == device):
             continue
         if type(tensor) in _PLAIN and torch._C._has_storage(tensor):
+            if _in_host and host_owner(tensor) is not None:
+                continue
             storage: Any = tensor.untyped_storage()  # makes no dict, because this runs at each call
             nbytes[storage._cdata] = storage.nbytes()
         else:

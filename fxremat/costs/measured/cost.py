@@ -353,6 +353,8 @@ def _recorded(
                 if not cache.as_traced[key]:
                     displaced.update(storages)
                 for storage, nbytes in zip(storages, cache.result_bytes[key], strict=False):
+                    if not table.asked_bytes[storage]:
+                        continue  # it is in host memory, and other views of its kind may not be
                     storage_bytes[storage] = max(storage_bytes[storage], nbytes)
                 if block is stage.whole:
                     again_s[order[node]] = cache.operation_s[key]

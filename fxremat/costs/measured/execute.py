@@ -402,7 +402,8 @@ def _fresh(
     key, sources = torch_compat.storage_key, block.sources(node)
     read = (t for n in sources for t in _tensors(values[n]))
     given = {own for t in read for own in torch_compat.storages_of(t)}
-    fresh = {key(t): t for t in _tensors(value) if key(t) not in given}
+    made = (t for t in _tensors(value) if torch_compat.host_owner(t) is None)
+    fresh = {key(t): t for t in made if key(t) not in given}
     traced_given = {key(t) for n in sources for t in tensors_of(n)}
     traced = {key(t) for t in tensors_of(node)} - traced_given
     if len(fresh) > len(traced):

@@ -15,6 +15,7 @@ from fxremat import torch_compat
 from fxremat.errors import GraphError
 from fxremat.passes.joint.sizes import Sizes, layouts_of
 from fxremat.runtime.expected import Expected
+from fxremat.runtime.host_parameter import fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class StorageTable:
         readers: operations that read each storage, including views of it.
         of_node: ids of the storages of what a node returns: several for a tuple, none for numbers
             and ``None``.
-        asked_bytes: bytes that each storage is requested with; a number may follow the sizes.
+        asked_bytes: bytes that each storage is requested with; a number may follow the sizes. A
+            storage in host memory has 0.
         granule_bytes: the multiple that the allocator rounds each request up to.
     """
 
@@ -294,8 +296,10 @@ def build_storage_table(graph: fx.Graph) -> StorageTable:
     """Return the storages of the tensors of ``graph``, with the nodes that own and read each.
 
     Requires: every node but the output carries the fake value of its trace.
-    Ensures: every dense tensor is in exactly one storage; views share that of their base.
+    Ensures: every dense tensor is in exactly one storage; views share that of their base. A storage
+        in host memory has no bytes: operations fetch what they read of it.
     """
+    in_host = _storages_in_host(graph)
     ids: dict[int, int] = {}
     asked: list[int] = []
     granules: list[int] = []
@@ -307,7 +311,7 @@ def build_storage_table(graph: fx.Graph) -> StorageTable:
             key = torch_compat.storage_key(tensor)
             if key not in ids:
                 ids[key] = len(asked)
-                asked.append(layouts_of(node)[index].storage_bytes)
+                asked.append(0 if key in in_host else layouts_of(node)[index].storage_bytes)
                 granules.append(granule_of(tensor.device))
                 owner.append(node)
             ids_of_node.append(ids[key])
@@ -326,4 +330,14 @@ def build_storage_table(graph: fx.Graph) -> StorageTable:
         tuple(map(tuple, readers)),
         tuple(asked),
         tuple(granules),
+    )
+
+
+def _storages_in_host(graph: fx.Graph) -> frozenset[int]:
+    """Return the keys of the storages in host memory: those that ``graph`` fetches from."""
+    fetched = (n.args[0] for n in graph.find_nodes(op="call_function", target=fetch))
+    return frozenset(
+        torch_compat.storage_key(source.meta["val"])
+        for source in fetched
+        if isinstance(source, fx.Node)
     )

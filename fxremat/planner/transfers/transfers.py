@@ -43,6 +43,7 @@ class HostMemory:
             folder for temporary files.
         state: optimizer state and gradients may live in host memory, too.
         all_state: all of them do, whatever the budget is.
+        parameters: frozen parameters may live there.
         link: speed of the link if the step is estimated without access to the host; ``None``: it is
             measured.
         limit: the limit that the arenas of all plans for this memory share.
@@ -55,6 +56,7 @@ class HostMemory:
     link: MeasuredLink | None = None
     state: bool = False
     all_state: bool = False
+    parameters: bool = False
     limit: HostLimit = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
