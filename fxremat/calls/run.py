@@ -14,6 +14,7 @@ from torch import Tensor
 from fxremat import torch_compat
 from fxremat.calls.context import context_fields, context_of, shaping_sizes
 from fxremat.calls.learn import learn_untaken, load_feedback, note_loss_gradient
+from fxremat.calls.place import choose_placement
 from fxremat.calls.plans import plan_at, refuse_changed_bits
 from fxremat.calls.watch import (
     begin_count,
@@ -33,7 +34,6 @@ from fxremat.loop.loop import Loop
 from fxremat.loop.placement import Placement, placements
 from fxremat.passes.parts.early_gradients import computed_again
 from fxremat.planner.context.step_context import StepContext
-from fxremat.planning.place import choose_placement
 from fxremat.planning.planner import first_plan
 from fxremat.ranks.combine import AGREED, agreed_corrections
 from fxremat.regions.regions import Regions
