@@ -38,7 +38,7 @@ def movable(model: nn.Module) -> list[nn.Parameter]:
 
 def _is_whole(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is dense and fills its storage, each element once."""
-    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda", "meta"):
         return False
     meta = torch.empty_like(tensor, device="meta")  # has other strides if elements overlap
     is_dense = meta.stride() == tensor.stride()

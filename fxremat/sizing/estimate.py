@@ -26,6 +26,7 @@ from fxremat.loop.optimizer_state import (
     optimizer_bytes,
     with_state,
 )
+from fxremat.loop.parameters import movable, refuse_unmovable, within
 from fxremat.loop.placement import TEMPORARY, StepCosts, large_parameters, placements
 from fxremat.options.arguments import Arguments
 from fxremat.options.budget import Budget, TrainingBudget
@@ -185,6 +186,19 @@ def _hosted(
     return placed, placement.summary
 
 
+def _in_host(model: nn.Module, asked: Asked) -> frozenset[int]:
+    """Return the ``id`` of each parameter that is in host memory: all that may be there.
+
+    Raises:
+        ArgumentError: a wrapper needs the parameters on the device.
+    """
+    host = asked.options.host
+    if host is None or not host.parameters:
+        return frozenset()
+    refuse_unmovable(model)
+    return frozenset(map(id, within(movable(model), host.limit_bytes)))
+
+
 def _host(asked: Asked) -> HostMemory | None:
     """Return the host memory of ``offload=``, with the device's link speed, or ``None``."""
     if asked.options.host is None:
@@ -306,7 +320,7 @@ def estimate_step(
         most: the largest size of that dimension to consider.
         progress: receives how far planning has come.
     """
-    copies = FakeCopies()
+    copies = FakeCopies(in_host=_in_host(model, asked))
     named = None if dim is None else read_dim(model, sample, dim)
     shape = sample.map(copies.of)
     plan, batches, budget_bytes = None, None, None

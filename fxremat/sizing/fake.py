@@ -24,6 +24,7 @@ from fxremat.capture.sample import Sample, places_of
 from fxremat.capture.unused_outputs import Unused, forward_of
 from fxremat.errors import CaptureError, FxrematError, SampleError
 from fxremat.graph.signature import results_of
+from fxremat.runtime.host_parameter import HostParameter
 
 aten = torch.ops.aten
 
@@ -51,9 +52,11 @@ class FakeCopies:
 
     Attributes:
         mode: the ``FakeTensorMode`` of the copies.
+        in_host: ``id`` of each parameter whose copy is in host memory.
     """
 
     mode: Any = field(default_factory=torch_compat.fake_mode)
+    in_host: frozenset[int] = frozenset()
     _known: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
 
@@ -76,6 +79,8 @@ class FakeCopies:
                 made = torch_compat.rewrapped(value, self.of)
             else:
                 made = torch_compat.fake_copy(value, self.mode, self._storages, HOME)
+                if id(value) in self.in_host:
+                    made = nn.Parameter(HostParameter(made.detach(), HOME), value.requires_grad)
             self._known[id(value)] = value, made  # it must live: ids are used again
             self._known[id(made)] = made, made
         return self._known[id(value)][1]

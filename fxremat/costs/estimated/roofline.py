@@ -28,6 +28,7 @@ from fxremat.passes.joint.graph import JointGraph, StorageTable, tensors_of
 from fxremat.passes.parts.parts import Parts
 from fxremat.passes.stages.block import Block, BlockCache, Mode, call_of
 from fxremat.passes.stages.linearize import Line
+from fxremat.runtime.host_parameter import fetch
 
 aten = torch.ops.aten
 
@@ -68,8 +69,15 @@ def operation_seconds(joint: JointGraph, device: Device) -> Floats:
     busy_s = np.maximum(work.nbytes / device.bytes_per_s, work.flops * flop_s)
     sizes = joint.sizes.named(joint.sizes.hints)
     calls = [_calls(node, sizes) for node in joint.module.graph.nodes]
+    fetched = np.array([_fetched_bytes(node) for node in joint.module.graph.nodes])
+    busy_s = np.where(fetched > 0, fetched / device.link_bytes_per_s, busy_s)
     seconds: Floats = np.where(works.kind > 0, device.launch_s * np.array(calls) + busy_s, 0.0)
     return seconds
+
+
+def _fetched_bytes(node: fx.Node) -> int:
+    """Return the bytes that a node copies from host memory; 0 if it copies none."""
+    return sum(t.nbytes for t in tensors_of(node)) if node.target is fetch else 0
 
 
 def _calls(node: fx.Node, sizes: Mapping[str, int]) -> int:
