@@ -19,6 +19,7 @@ from fxremat.graph.forms import PlanOptions
 from fxremat.graph.graph import Graph
 from fxremat.graph.signature import results_of
 from fxremat.loop.optimizer_state import counted_state
+from fxremat.loop.parameters import in_host
 from fxremat.planner.context.context_bytes import Caller
 from fxremat.progress import LOG
 from fxremat.ranks.peers import Peers
@@ -228,6 +229,8 @@ def _graph_of(
             from_data=several,
             may_break=_may_break(training),
         )
+        model = loop.model()
+        graph.parameters_in_host = () if model is None else in_host(model)
         same = (own for own in training.graphs if own.is_same(graph))
         cached = next(same, None) if several and peers is None else None
         if cached is not None:  # Dynamo's guards have failed, but the graph is the same

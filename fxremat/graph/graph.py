@@ -114,6 +114,7 @@ class Graph:
         calls: its plans, and what its calls leave for the next ones.
         link: the bandwidths to host memory, once they are measured.
         training_state: the gradients and the optimizer state in host memory, for reports.
+        parameters_in_host: the parameters in host memory, by their place among those of the model.
         sent: by sizes, for each variant, candidates of other contexts that move storages to host
             memory.
         modules: emitted blocks, shared by all plans.
@@ -171,6 +172,7 @@ class Graph:
         self.roles = roles or roles_of(inputs, caller.resident, self.places)
         self.optimizer_bytes = sum(caller.held_bytes)
         self.training_state: TrainingState | None = None
+        self.parameters_in_host: tuple[int, ...] = ()
         self.model, self._from_data = model, from_data
         self._refused: set[str] = set()
         self.costs = costs

@@ -57,6 +57,21 @@ def within(parameters: Sequence[nn.Parameter], nbytes: int | None) -> list[nn.Pa
     return taken
 
 
+def in_host(model: nn.Module) -> tuple[int, ...]:
+    """Return the parameters of ``model`` that are in host memory, by their place among all."""
+    places = enumerate(model.parameters())
+    return tuple(i for i, own in places if isinstance(own, HostParameter))
+
+
+def among(
+    model: nn.Module, places: Iterable[int], parameters: Iterable[nn.Parameter]
+) -> list[nn.Parameter]:
+    """Return those of ``parameters`` whose place among all of ``model`` is in ``places``."""
+    asked = set(places)
+    wanted = {id(own) for i, own in enumerate(model.parameters()) if i in asked}
+    return [own for own in parameters if id(own) in wanted]
+
+
 def refuse_unmovable(model: nn.Module) -> None:
     """Raise if parameters of ``model`` cannot be moved, because a wrapper works on their memory.
 

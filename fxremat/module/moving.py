@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from fxremat.errors import BudgetError
-from fxremat.loop.parameters import Moved, movable, refuse_unmovable, within
+from fxremat.loop.parameters import Moved, among, movable, refuse_unmovable, within
 from fxremat.module.runner import Runner
 from fxremat.options.arguments import Arguments
 from fxremat.progress import LOG
@@ -38,6 +38,9 @@ def plan_moving(model: nn.Module, options: Arguments, plan_with: Planned) -> Run
     assert host is not None
     refuse_unmovable(model)
     parameters = within(movable(model), host.limit_bytes)
+    if options.kept is not None:
+        parameters = among(model, options.kept.parameters_in_host, parameters)
+        return _plan_with_all(parameters, options, plan_with)
     if not parameters:
         return plan_with(options)
     resident_s: float | None = None  # seconds of the step with all parameters on the device
@@ -70,6 +73,20 @@ def plan_moving(model: nn.Module, options: Arguments, plan_with: Planned) -> Run
     count = plural(len(moved.parameters), "parameter")
     LOG.info("%s with %s are in host memory", count, format_bytes(nbytes))
     return runner
+
+
+def _plan_with_all(
+    parameters: list[nn.Parameter], options: Arguments, plan_with: Planned
+) -> Runner:
+    """Plan the first step with just ``parameters`` in host memory, as a saved plan has them."""
+    host = options.host
+    assert host is not None
+    moved = Moved(parameters, host)
+    try:
+        return plan_with(options)
+    except BaseException:
+        moved.undo()
+        raise
 
 
 def _with_fewer(runner: Runner, moved: Moved, options: Arguments, plan_with: Planned) -> Runner:

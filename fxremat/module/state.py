@@ -173,7 +173,7 @@ def start(state: ModuleState, call: Sample, *, hooked: bool, detaches: bool = Tr
     with Peers.reporting_early_failures(state.original, state.options.ranks):
         cuda_graph.refuse_planning()
         check_sample(state.original, call)
-    plan_with = functools.partial(
+    plan_with: Callable[[Arguments], Runner] = functools.partial(
         plan_first_step,
         state.original,
         call,
@@ -181,12 +181,12 @@ def start(state: ModuleState, call: Sample, *, hooked: bool, detaches: bool = Tr
         loss_needs=state.inherited.loss_needs,
         detaches=detaches,
     )
+    host = state.options.host
+    if host is not None and host.parameters:
+        plan_with = functools.partial(plan_moving, state.original, plan_with=plan_with)
     if state.inherited.plan is not None:
         try:
             return plan_with(replace(state.options, kept=state.inherited.plan))
         except PlanError:
             state.inherited = replace(state.inherited, plan=None)
-    host = state.options.host
-    if host is not None and host.parameters:
-        return plan_moving(state.original, state.options, plan_with)
     return plan_with(state.options)

@@ -14,6 +14,7 @@ from fxremat.graph.memory_record import decided_in, record_memory
 from fxremat.ir import TRACED, Decision, Lane, Move, Origin
 from fxremat.ir.schedule import decoded
 from fxremat.passes.emit.code import Emitted
+from fxremat.passes.emit.early import Early, early_fetches
 from fxremat.passes.emit.program import Program
 from fxremat.passes.emit.rewrite import BlockModules, Travel, rewrite
 from fxremat.passes.fuse.unit import Unit
@@ -42,6 +43,7 @@ class _Written:
     backward: Emitted
     recomputes: bool
     arena: Arena | None
+    early: tuple[Early, ...] = ()
 
     def followed(self, record: Plan, sizes: Sizes) -> CompiledPlan:
         """Return the emitted functions as a plan in use, with its ``record``."""
@@ -79,14 +81,15 @@ def _write(
             arena = Arena(total_bytes, device=device, host_dir=host.folder, limit=host.limit)
         offsets = dict(zip((m.storage for m in moves), slots, strict=True))
         travel = Travel(moves, offsets, total_bytes, arena.id if arena else 0)
-    forward, backward = rewrite(program, peaks_bytes, modules, travel)
+    early = early_fetches(program, peaks_bytes) if host is not None else ()
+    forward, backward = rewrite(program, peaks_bytes, modules, travel, early)
     symbols = program.line.joint.sizes
     if sizes != symbols.hints and sizes:
         names = {**symbols.named(sizes), **(travel.names() if travel else {})}
         forward, backward = forward.at(names), backward.at(names)
     blocks = (call.block for call in program.calls)
     recomputes = any(block.mode is Mode.AGAIN or block.again for block in blocks)
-    return _Written(forward, backward, recomputes, arena)
+    return _Written(forward, backward, recomputes, arena, early)
 
 
 def emit(graph: Graph, context: StepContext, chosen: Chosen, origin: Origin) -> CompiledPlan:
@@ -153,7 +156,7 @@ def _plan(
     line, budget_bytes = search.measured.line, chosen.budget_bytes
     decision, taken = search.evaluator.decision(candidate), search.allocated(candidate)
     link = pool.transfers.link if pool.transfers else None
-    timeline = replay(evaluation, line, candidate.moves, link)
+    timeline = replay(evaluation, line, candidate.moves, link, written.early)
     total_s = timeline.makespan_s
     return Plan(
         budget_bytes=budget_bytes,
@@ -190,6 +193,7 @@ def _plan(
         forms_left=chosen.forms_left,
         decided=decided_in(line),
         training_state=graph.training_state,
+        parameters_in_host=graph.parameters_in_host,
     )
 
 

@@ -179,6 +179,7 @@ class Plan(Shown, Checked):
             ``effort`` was exhausted.
         training_state: the gradients and the optimizer state in host memory, or ``None`` if all of
             them are on the device.
+        parameters_in_host: the parameters in host memory, by their place among those of the model.
     """
 
     budget_bytes: int
@@ -221,6 +222,7 @@ class Plan(Shown, Checked):
     forms_left: int = 0
     decided: tuple[Decided, ...] = field(default=(), metadata={OMITTED: True})
     training_state: TrainingState | None = field(default=None, metadata={OMITTED: True})
+    parameters_in_host: tuple[int, ...] = field(default=(), metadata={OMITTED: True})
 
     @property
     def actions(self) -> Schedule:

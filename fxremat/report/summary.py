@@ -85,6 +85,8 @@ def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "batch", batch_of(plan)
     if plan.host_bytes:
         yield "host memory", _host(plan)
+    if plan.parameters_in_host:
+        yield "parameters in host memory", str(len(plan.parameters_in_host))
     if plan.training_state is not None:
         yield "training state", _training_state(plan.training_state)
     if plan.form.has_parts:

@@ -9,6 +9,8 @@ long as they hold it, and nothing else of the parameter.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +22,7 @@ from torch.utils import _pytree as pytree
 from fxremat import torch_compat
 from fxremat.errors import CaptureError
 from fxremat.runtime.arena import Arena, HostLimit, lease_of
-from fxremat.runtime.lease import Lease
+from fxremat.runtime.lease import Arrival, Lease
 from fxremat.runtime.memory import Lent
 from fxremat.runtime.operators import list_length, one_by_one, written
 from fxremat.runtime.slots import assign_slots, slot_bytes
@@ -90,6 +92,9 @@ def _fresh(host: Tensor, device: torch.device) -> Tensor:
 
 
 def _fetch(host: Tensor, device: torch.device) -> Tensor:
+    early = _early.pop((host.data_ptr(), threading.get_ident()), None) if _early else None
+    if early is not None and early.fresh is not None and early.fresh.numel() == _span(host):
+        return early.take().as_strided(host.shape, host.stride())
     fresh = _fresh(host, device)
     source = host.as_strided(fresh.shape, (1,))
     home = _home_of(host)
@@ -98,6 +103,48 @@ def _fetch(host: Tensor, device: torch.device) -> Tensor:
     elif fresh.numel():
         home.lease.fill(fresh.view(torch.uint8), offset=home.offset_of(source))
     return fresh.as_strided(host.shape, host.stride())
+
+
+@dataclass(eq=False)
+class Early:
+    """A copy to the device that has started before the operation that reads it.
+
+    Attributes:
+        fresh: the copy, flat; ``None`` once it is taken.
+    """
+
+    fresh: Tensor | None
+
+    def take(self) -> Tensor:
+        """Return the copy, which may be read in the order of the device.
+
+        Raises:
+            TransferError: the copy failed.
+        """
+        fresh, self.fresh = self.fresh, None
+        assert fresh is not None
+        Arrival.wait(fresh)
+        return fresh
+
+
+_early: weakref.WeakValueDictionary[tuple[int, int], Early] = weakref.WeakValueDictionary()
+"""Copies under way, by the address of their source and the thread that reads them next. Emitted
+code holds them, so that those of a step that is given up are freed."""
+
+
+def fetch_early(host: Tensor, device: torch.device) -> Early:
+    """Start to copy the whole of ``host``; the next :data:`fetch` of it in this thread takes it.
+
+    Raises:
+        TransferError: the copy cannot be started.
+    """
+    home = _home_of(host)
+    if home is None or not host.numel():
+        return Early(None)
+    fresh = _fresh(host, device)
+    home.lease.start_filling(fresh.view(torch.uint8), offset=home.offset_of(host))
+    made = _early[host.data_ptr(), threading.get_ident()] = Early(fresh)
+    return made
 
 
 def _fake_fetch(host: Tensor, device: torch.device) -> Tensor:

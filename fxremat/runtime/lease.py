@@ -93,6 +93,16 @@ class Lease(abc.ABC):
         self.check_process()
         self.wait_for(self._prefetch(fresh, offset))
 
+    def start_filling(self, fresh: Tensor, *, offset: int) -> None:
+        """Start to copy from byte ``offset`` to ``fresh``, uint8; see :class:`Arrival`.
+
+        Raises:
+            TransferError: the copy cannot be started.
+        """
+        self.check_process()
+        self.recover()
+        Arrival(fresh, lease=self, copy=self._prefetch(fresh, offset))
+
     def take(self, source: Tensor, *, offset: int) -> None:
         """Copy ``source``, uint8, to byte ``offset``; it may be freed when this returns.
 

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.costs.measured.measure import peak_of, resident_bytes
 from fxremat.errors import TransferError
+from fxremat.runtime import host_parameter
 from fxremat.runtime.host_parameter import HostParameter
+from fxremat.runtime.watch import record_transfers
 from tests.models.adapters import Adapters
 from tests.models.bits import assert_bitwise_equal
-from tests.moving import intercept_copies
+from tests.moving import delayed, intercept_copies
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "quick_search")
 
@@ -55,9 +57,9 @@ def check_same(first: list[Tensor], second: list[Tensor]) -> None:
         assert_bitwise_equal(own, other)
 
 
-def reference() -> list[Tensor]:
+def reference(steps: int = 10) -> list[Tensor]:
     model = Adapters()
-    return trained(model, fxremat.compile(model, TOKENS, "100%"))
+    return trained(model, fxremat.compile(model, TOKENS, "100%"), steps)
 
 
 def measured_peak(model: nn.Module, call: Callable[..., Tensor]) -> int:
@@ -262,3 +264,52 @@ def test_the_first_call_may_be_the_sample():
 def test_parameters_is_a_flag(value: Any):
     with pytest.raises(fxremat.ArgumentError):
         fxremat.HostMemory(parameters=value)
+
+
+def test_copies_start_early_where_there_is_room_and_none_is_left_over():
+    model, call = compiled("min")
+    code = call.forward_code + call.backward_code
+    assert code.count("fetch_early(") > 0
+    with record_transfers() as records:
+        call(TOKENS).backward()
+    copied = sum(record.nbytes for record in records if record.kind == "prefetch")
+    assert copied >= sum(own.nbytes for own in in_host(model)) / 2
+    assert not host_parameter._early
+    assert measured_peak(model, call) <= call.plan.budget_bytes
+
+
+def test_copies_that_are_late_change_nothing_but_the_time():
+    model, call = compiled("min")
+    with delayed(seed=1, most_s=0.002):
+        check_same(trained(model, call, steps=3), reference(steps=3))
+
+
+def test_a_step_that_is_given_up_leaves_no_copy_behind():
+    model, call = compiled("min")
+    loss = call(TOKENS)
+    count = 0
+
+    def fail_later(copy: Callable[[], None]) -> None:
+        nonlocal count
+        count += 1
+        if count > 4:
+            raise OSError("gone")
+        copy()
+
+    with intercept_copies(fail_later), pytest.raises(TransferError):
+        loss.backward()
+    del loss
+    model.zero_grad()
+    assert not host_parameter._early
+    check_same(trained(model, call), reference())
+
+
+def test_a_saved_plan_is_followed(tmp_path: Path):
+    model, call = compiled("min")
+    call.plan.save(tmp_path / "plan.json")
+    expected = trained(model, call)
+    other = Adapters()
+    again = fxremat.compile(
+        other, TOKENS, plan=fxremat.Plan.load(tmp_path / "plan.json"), offload=HOST, assume="strict"
+    )
+    check_same(trained(other, again), expected)

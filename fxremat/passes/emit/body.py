@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fxremat.runtime import transfer
+from fxremat.runtime.host_parameter import fetch_early
 from fxremat.runtime.views import tensor_in
 
 PRIMALS = "primals"
@@ -37,6 +38,7 @@ RUNTIME = (
     transfer.release,
     transfer.prefetch,
     transfer.wait,
+    fetch_early,
     tensor_in,
 )
 """Functions of the runtime that statements call, by bare names."""

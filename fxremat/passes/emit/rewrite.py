@@ -19,11 +19,13 @@ from fxremat.passes.emit.body import (
     Variable,
 )
 from fxremat.passes.emit.code import Emitted, compile_graph, emitted
+from fxremat.passes.emit.early import Early
 from fxremat.passes.emit.program import Call, Program
 from fxremat.passes.joint.sizes import Size, layouts_of
 from fxremat.passes.stages.block import Block, Key, Mode, block_key, build_graph
 from fxremat.passes.stages.linearize import Line, Role
 from fxremat.runtime import transfer
+from fxremat.runtime.host_parameter import fetch_early
 from fxremat.runtime.views import tensor_in
 from fxremat.units import format_bytes
 
@@ -95,6 +97,7 @@ def rewrite(
     peaks_bytes: Sequence[int],
     modules: BlockModules,
     travel: Travel | None = None,
+    early: Sequence[Early] = (),
 ) -> tuple[Emitted, Emitted]:
     """Return the code of the forward and of the backward that carry out ``program``.
 
@@ -103,6 +106,7 @@ def rewrite(
         peaks_bytes: peak during each call, for comments.
         modules: blocks that are compiled already; new ones are added.
         travel: what is on the host at the loss point.
+        early: copies of parameters that start before the call that reads them.
 
     Ensures: the forward returns its outputs, then the first inputs of the backward: the tensors of
         ``program.saved`` that do not travel, and the host memory of those that do. Then the
@@ -123,6 +127,7 @@ def rewrite(
     for index in range(program.loss_point + 1):
         forward.leave(moves, index)
         if index < program.loss_point:
+            forward.fetch(early, index)
             forward.call(program.calls[index], peaks_bytes[index])
     backward = _GraphWriter(program, modules)
     backward.take(saved)
@@ -133,6 +138,7 @@ def rewrite(
     handed = handed_after(program)
     for index in range(program.loss_point, len(program.calls)):
         backward.come_back(moves, index)
+        backward.fetch(early, index)
         backward.call(program.calls[index], peaks_bytes[index])
         backward.give(handed.get(index, ()))
     backward.give(handed.get(len(program.calls), ()))
@@ -237,6 +243,17 @@ class _GraphWriter:
         for move in moves:
             if move.wait == place:
                 self._wait(move)
+
+    def fetch(self, early: Iterable[Early], place: int) -> None:
+        """Start copies of parameters before call ``place``."""
+        for own in early:
+            if own.begin == place:
+                name = self._body.named(f"{own.source.name}_early", own)
+                arguments = (self._variable(own.source), own.node.args[1])
+                comment = f"H2D {format_bytes(own.nbytes)}"
+                self._body.statements.append(
+                    Statement(fetch_early, arguments, [Variable(name)], comment=comment)
+                )
 
     def _prefetch(self, move: Move) -> None:
         first = self._line.nodes[move.nodes[0]]

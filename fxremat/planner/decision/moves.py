@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from fxremat.ir import Copy, Event, Idle, Lane, MeasuredLink, Move, Timeline
+from fxremat.passes.emit.early import Early
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.decision.candidates import AcrossTurn, Evaluation
@@ -268,15 +269,18 @@ def replay(
     line: Line,
     moves: Sequence[Move] = (),
     link: MeasuredLink | None = None,
+    early: Sequence[Early] = (),
 ) -> Timeline:
     """Return the predicted times of each call of ``evaluation`` and of each copy of ``moves``.
+
+    Copies of parameters that start ``early`` take no time of the calls that read them.
 
     The events are in the order in which they are issued: copies come right before the call that
     follows them. ``link`` is required if there are transfers.
     """
-    assert link is not None or not moves
+    assert link is not None or not (moves or early)
     events: list[Event] = []
-    _Replay(evaluation, line, link, _by_place(moves), events).run()
+    _Replay(evaluation, line, link, _by_place(moves, early), events).run()
     return Timeline(tuple(events))
 
 
@@ -289,15 +293,20 @@ def makespan_s(
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The storages that are offloaded, released, prefetched or awaited right before one call."""
+    """What is offloaded, released, prefetched or awaited right before one call.
+
+    ``start`` and ``due`` are copies of parameters that start early.
+    """
 
     offload: list[Move] = field(default_factory=list)
     release: list[Move] = field(default_factory=list)
     prefetch: list[Move] = field(default_factory=list)
     wait: list[Move] = field(default_factory=list)
+    start: list[Early] = field(default_factory=list)
+    due: list[Early] = field(default_factory=list)
 
 
-def _by_place(moves: Sequence[Move]) -> dict[int, _Places]:
+def _by_place(moves: Sequence[Move], early: Sequence[Early] = ()) -> dict[int, _Places]:
     places: dict[int, _Places] = defaultdict(_Places)
     for move in moves:
         places[move.offload].offload.append(move)
@@ -305,6 +314,9 @@ def _by_place(moves: Sequence[Move]) -> dict[int, _Places]:
         places[move.wait].wait.append(move)
     for move in sorted(moves, key=lambda m: m.wait):
         places[move.prefetch].prefetch.append(move)
+    for own in early:
+        places[own.begin].start.append(own)
+        places[own.call].due.append(own)
     return places
 
 
@@ -317,6 +329,7 @@ class _Replay:
     events: list[Event] | None = None
     copied_s: dict[int, float] = field(default_factory=dict)
     back_s: dict[int, float] = field(default_factory=dict)
+    early_s: dict[Early, float] = field(default_factory=dict)
 
     def run(self) -> float:
         """Simulate the step, and return when its last event ends.
@@ -329,9 +342,13 @@ class _Replay:
             idle = _NO_WAIT
             if index in self.places and lanes is not None:
                 now, idle = self._transfer(lanes, self.places[index], index, now)
-            end_s = now + self.evaluation.seconds[index]
+            seconds = self.evaluation.seconds[index]
+            end_s = now + seconds
             if lanes is not None:
-                end_s = lanes.compute_end_s(now, self.evaluation.seconds[index])
+                due = self.places[index].due if index in self.places else ()
+                copied_bytes = sum([own.nbytes for own in due])
+                seconds = max(0.0, seconds - copied_bytes / lanes.link.prefetch_bytes_per_s)
+                end_s = lanes.compute_end_s(now, seconds)
             if self.events is not None:
                 peak, held = self.evaluation.peaks_bytes[index], self.evaluation.held_bytes[index]
                 self.events.append(Event(op, now, end_s, peak, held, Lane.COMPUTE, idle))
@@ -348,21 +365,32 @@ class _Replay:
         # The computing thread launches copies: an offload when it starts, a prefetch when it is
         # awaited.
         now += lanes.link.offload_call_s * len(here.offload)
-        now += lanes.link.prefetch_call_s * len(here.wait)
+        now += lanes.link.prefetch_call_s * (len(here.wait) + len(here.due))
         free_s = max([now, *(self.copied_s[m.storage] for m in here.release)])
         for move in here.prefetch:
             ready_s = max(free_s, self.copied_s[move.storage])
             self.back_s[move.storage] = self._issue(lanes, move, Lane.H2D, index, ready_s)
-        whole_s = max([free_s, *(self.back_s[m.storage] for m in here.wait)])
+        for own in here.start:
+            self.early_s[own] = self._start(lanes, own, index, free_s)
+        awaited = [self.back_s[m.storage] for m in here.wait]
+        whole_s = max([free_s, *awaited, *(self.early_s[own] for own in here.due)])
         return whole_s, Idle(memory_s=free_s - now, data_s=whole_s - free_s)
 
     def _issue(self, lanes: _Lanes, move: Move, lane: Lane, index: int, ready_s: float) -> float:
         begin, end = lanes.copy(move.nbytes, lane, ready_s=ready_s)
-        if self.events is None:
-            return end
-        line = self.line
-        owner = line.joint.storages.owner[move.storage]
-        what = Copy(owner.name, line.stage_of.get(owner, 0), move.nbytes)
-        held = self.evaluation.held_bytes[index - 1] if index else 0
-        self.events.append(Event(what, begin, end, held, held, lane))
+        owner = self.line.joint.storages.owner[move.storage]
+        self._record(owner, move.nbytes, lane, index, (begin, end))
         return end
+
+    def _start(self, lanes: _Lanes, early: Early, index: int, ready_s: float) -> float:
+        begin, end = lanes.copy(early.nbytes, Lane.H2D, ready_s=ready_s)
+        self._record(early.node, early.nbytes, Lane.H2D, index, (begin, end))
+        return end
+
+    def _record(
+        self, node: fx.Node, nbytes: int, lane: Lane, index: int, times: tuple[float, float]
+    ) -> None:
+        if self.events is not None:
+            what = Copy(node.name, self.line.stage_of.get(node, 0), nbytes)
+            held = self.evaluation.held_bytes[index - 1] if index else 0
+            self.events.append(Event(what, *times, held, held, lane))
