@@ -15,6 +15,7 @@ from fxremat.runtime.host_parameter import HostParameter
 from tests.cuda import CUDA
 from tests.models.adapters import Adapters
 from tests.models.bits import assert_bitwise_equal
+from tests.on_cuda.happens_before import checked
 from tests.on_cuda.stood_in import needs_stand_in, stood_in
 
 if stood_in:
@@ -74,3 +75,28 @@ def test_a_budget_between_holds_with_the_same_bits():
     assert peak <= plan.budget_bytes
     for own, other in zip(left, expected, strict=True):
         assert_bitwise_equal(own, other)
+
+
+@pytest.mark.parametrize("budget", ["min", "80%"])
+def test_no_accesses_race_and_the_host_waits_for_nothing(budget: str):
+    stand_in.mode("eager")
+    model = Adapters(width=256).to(CUDA)
+    tokens = TOKENS.to(CUDA)
+    call = fxremat.compile(model, tokens, budget, offload=HOST, assume="strict")
+    changing = [own for own in model.parameters() if own.requires_grad]
+    optimizer = torch.optim.SGD(changing, lr=0.1)
+
+    def step() -> None:
+        call(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(6):  # libraries wait when they are loaded, and so do new plans
+        step()
+    with checked() as found:
+        for _ in range(3):
+            step()
+    assert "fetch_early(" in call.forward_code + call.backward_code
+    assert found.races == []
+    assert found.host_waits == 0
+    assert found.compared > found.accesses > found.items

@@ -20,7 +20,7 @@ DEPTH = 4
 """A copy starts at the earliest with the call that reads this many copies before."""
 
 ROUNDING_BYTES = 1 << 20
-"""Bytes by which a block of CUDA's allocator may be larger than what is requested."""
+"""Bytes by which a block of CUDA's allocator may be larger than a request of more than these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def early_fetches(program: Program, peaks_bytes: Sequence[int]) -> tuple[Early, 
     """
     joint = program.line.joint
     limit, more = max(peaks_bytes, default=0), [0] * len(program.calls)
-    rounding_bytes = ROUNDING_BYTES if joint.device.type == "cuda" else 0
+    on_cuda = joint.device.type == "cuda"
     made: list[Early] = []
     last_read: dict[fx.Node, int] = {}
     reads: list[int] = []
@@ -66,7 +66,8 @@ def early_fetches(program: Program, peaks_bytes: Sequence[int]) -> tuple[Early, 
                 is_first &= joint.storages.is_view(node)
                 continue
             nbytes = joint.storages.total(joint.storages.of_node[node])
-            taken = nbytes + rounding_bytes
+            rounded = on_cuda and nbytes > ROUNDING_BYTES
+            taken = nbytes + ROUNDING_BYTES * rounded
             least = program.loss_point if index >= program.loss_point else 0
             least = max(least, last_read.get(source, -1) + 1, *reads[-DEPTH : 1 - DEPTH])
 
