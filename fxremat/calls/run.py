@@ -133,7 +133,7 @@ def begin(
     """
     calls, several = graph.calls, regions.several
     loop.note_call()
-    loop.optimizers.watcher.end()
+    loop.optimizers.end_steps()
     if not several:
         loop.watcher.end()
     number = next(calls.numbers)

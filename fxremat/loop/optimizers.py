@@ -70,6 +70,7 @@ class Optimizers:
     _measured: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Measured] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    _begun: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
     _given: tuple[Callable[[], object], ...] = ()
     _profiles: list[MemoryProfile] = field(default_factory=list)
     _model: Callable[[], nn.Module | None] = lambda: None
@@ -140,11 +141,24 @@ class Optimizers:
 
         return end
 
+    def end_steps(self) -> None:
+        """End measuring steps; add up the state that a step has made which has not ended.
+
+        Such a step has raised, or a closure of it runs the model.
+        """
+        self.watcher.end()
+        while self._begun:
+            optimizer = self._begun.pop()
+            measured = self._measured.get(optimizer)
+            if measured is not None and measured.steps_model:
+                self._add_up_state(optimizer, measured)
+
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin to measure a step of ``optimizer``, if it is one of its first of the model."""
         self.before_step()
         self.watcher.end()
         measured = self._measured.setdefault(optimizer, _Measured())
+        self._begun.add(optimizer)
         if measured.shape != _shape_of(optimizer):
             measured.steps_model = self._steps_model(optimizer)
         if measured.steps_model and measured.steps < MOST_WATCHED:
@@ -156,6 +170,7 @@ class Optimizers:
         If the step was measured, a warning is given where it exceeds the budget.
         """
         measured = self._measured.get(optimizer)
+        self._begun.discard(optimizer)
         if measured is None:
             return
         shape = _shape_of(optimizer)
@@ -196,9 +211,8 @@ class Optimizers:
         held = sum(torch_compat.nbytes_of(t) for t in tensors if t.device == self._device)
         held += self.state_bytes
         if temporary_bytes and excess_bytes(held + temporary_bytes, budget):
-            groups = optimizer.param_groups
-            may_fuse = any("fused" in group and not group["fused"] for group in groups)
-            other = ", or an optimizer with fused=True, which allocates less" if may_fuse else ""
+            option = self._option_of_less(optimizer)
+            other = f", or an optimizer with {option}, which allocates less" if option else ""
             warn(
                 f"a step of {type(optimizer).__name__} allocates {temporary_bytes} bytes "
                 f"({format_bytes(temporary_bytes)}) while {held} are held for parameters, "
@@ -206,6 +220,19 @@ class Optimizers:
                 f"Give at least {held + temporary_bytes}{other}",
                 code="FXR112",
             )
+
+    def _option_of_less(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return the option with which the optimizer's step allocates less; empty: none is known.
+
+        On a CUDA device, steps take all parameters at once unless ``foreach=False``.
+        """
+        groups = optimizer.param_groups
+        if any("fused" in group and not group["fused"] for group in groups):
+            return "fused=True"
+        default = self._device.type == "cuda"
+        asked = [own["foreach"] for own in groups if "foreach" in own and not own.get("fused")]
+        at_once = any(default if own is None else own for own in asked)
+        return "foreach=False" if at_once else ""
 
     def _steps_model(self, optimizer: torch.optim.Optimizer) -> bool:
         model: Any = self._model()

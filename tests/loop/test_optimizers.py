@@ -7,7 +7,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -106,6 +106,58 @@ def test_fused_is_no_remedy_where_an_optimizer_has_it_not():
     with watched(model := layer(), 1), pytest.warns(BudgetWarning) as told:
         step(torch.optim.Adadelta(model.parameters()))
     assert "fused" not in str(told[0].message)
+
+
+def test_a_step_of_all_parameters_at_once_has_a_remedy_that_works():
+    def momenta(foreach: bool) -> torch.optim.Optimizer:
+        return torch.optim.Adadelta(model.parameters(), foreach=foreach)
+
+    def layers() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+
+    with watched(model := layers(), 1), pytest.warns(BudgetWarning, match="foreach=False") as told:
+        step(momenta(foreach=True))
+    (least,) = {int(n) for n in re.findall(r"at least (\d+)", str(told[-1].message))}
+    with watched(model := layers(), least - 1024), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(momenta(foreach=False))
+
+
+class Momenta(torch.optim.Optimizer):
+    """Its step makes two moments, and may raise after that."""
+
+    def __init__(self, parameters: Any, *, raises: bool) -> None:
+        self.raises = raises
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"first": torch.zeros_like(p), "second": torch.zeros_like(p)}
+        if self.raises:
+            raise WrongError
+
+
+def held_after_a_step(*, raises: bool) -> list[int]:
+    """Bytes that plans say are held, before and after a first step of an optimizer."""
+    torch._dynamo.reset()
+    model, batch = nn.Sequential(layer(), nn.GELU()), torch.ones(4, 100)
+    call = fxremat.compile(model, batch, "16 MiB")
+    optimizer, held = Momenta(model.parameters(), raises=raises), []
+    for _ in range(2):
+        call(batch).sum().backward()
+        held.append(call.plan.predicted_held_bytes)
+        with pytest.raises(WrongError) if raises else nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+    return held
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "quick_search")
+def test_state_of_a_step_that_has_raised_is_counted_in_the_next_plan():
+    raised = held_after_a_step(raises=True)
+    assert raised == held_after_a_step(raises=False)
+    assert raised[1] - raised[0] >= BYTES
 
 
 def test_the_next_step_is_seen_after_one_that_has_raised():
