@@ -15,6 +15,7 @@ from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.parts.early_gradients import parts_of
 from fxremat.passes.parts.parts import Parts
 from fxremat.passes.split.losses import has_losses
+from fxremat.passes.split.narrow import narrow_values
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.allocator.allocations import crowded
 from fxremat.planner.allocator.allocator import AllocatorSettings
@@ -92,6 +93,9 @@ def parted(
     sizes = part_sizes(joint, shares)
     for part_bytes in sizes:
         yield Form(exact, part_bytes, early_gradients)
+    inner_bytes = inner_size(joint)
+    if inner_bytes:
+        yield Form(exact, 0, early_gradients, inner_bytes=inner_bytes)
     if exact and early_gradients:  # logits made twice hold no gradients from forward to backward
         yield Form(exact, sizes[-1])
 
@@ -105,6 +109,20 @@ def part_sizes(joint: JointGraph, shares: Sequence[int]) -> list[int]:
     largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
     return [max(1, largest_bytes // share) for share in shares]
 
+
+def inner_size(joint: JointGraph) -> int:
+    """Return the bytes above which values between narrow places are computed in parts.
+
+    They are a share of the largest value at a narrow place; 0 if there is none.
+    """
+    table = joint.storages
+    narrow = narrow_values(joint)
+    return max((table.nbytes[i] for i in narrow), default=0) // INNER_SHARE
+
+
+INNER_SHARE = 8
+"""Values are computed in parts if they take more than the largest value at a narrow place, divided
+by this."""
 
 MOST_BYTES = 1 << 60
 """More than any value takes."""

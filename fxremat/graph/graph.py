@@ -18,6 +18,7 @@ from fxremat.cache.origins import key_of, origin_of_costs
 from fxremat.costs.estimated.devices import Device
 from fxremat.costs.estimated.roofline import aside_bytes, estimate_line
 from fxremat.costs.estimated.scaled import ScaledCosts, with_workspaces
+from fxremat.costs.estimated.working import with_working_bytes
 from fxremat.costs.link.collectives import late_bytes, speeds_of, with_collectives
 from fxremat.costs.measured.bits import other_bits
 from fxremat.costs.measured.cache import cost_cache
@@ -578,6 +579,8 @@ class Graph:
             if variant.scaled is None:
                 variant.scaled = ScaledCosts(line, blocks, variant.measured.costs)
             costs = variant.scaled.at(values)
+            if self._target is not None and self.costs is None:
+                costs = with_working_bytes(costs, line, values)
         measured = variant.measured.at(costs)
         base = self._base_bytes(measured.line.joint, values)
         base = replace(base, given_bytes=base.given_bytes + self._more_bytes)

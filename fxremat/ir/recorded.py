@@ -28,6 +28,9 @@ class Form:
         early_gradients: gradients of losses in parts are computed together with the losses,
             assuming that the gradient of the loss is that of the step before. Where it differs,
             exact gradients are computed afterwards.
+        inner_bytes: values of more bytes are computed in parts too, except those that are all that
+            is held of forward or backward at some place, such as a residual stream; 0: they are
+            not.
     """
 
     exact: bool = True
@@ -36,11 +39,12 @@ class Form:
     shared: bool = True
     peak: tuple[str, ...] = ()
     peak_bytes: int = 0
+    inner_bytes: int = 0
 
     @property
     def has_parts(self) -> bool:
         """Whether any value is computed in parts."""
-        return self.parts_bytes > 0 or bool(self.peak)
+        return self.parts_bytes > 0 or bool(self.peak) or self.inner_bytes > 0
 
     @property
     def keeps_bits(self) -> bool:

@@ -205,7 +205,12 @@ def _split(graph: StepGraph, *, config: PassConfig) -> StepGraph:
 
 def large_in(form: Form) -> Large:
     """Return which values are too large to exist whole in ``form``: they are computed in parts."""
-    return Large(form.parts_bytes or UNLIMITED_BYTES, frozenset(form.peak), form.peak_bytes)
+    return Large(
+        form.parts_bytes or UNLIMITED_BYTES,
+        frozenset(form.peak),
+        form.peak_bytes,
+        form.inner_bytes or None,
+    )
 
 
 def _linearize(graph: StepGraph, *, config: PassConfig) -> StepGraph:

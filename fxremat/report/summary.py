@@ -93,6 +93,9 @@ def _of_graph(plan: Plan) -> Iterator[tuple[str, str]]:
         values = [f"{plural(len(plan.form.peak), 'value')} at the peak"] * bool(plan.form.peak)
         if plan.form.parts_bytes:
             values.insert(0, f"values of more than {format_bytes(plan.form.parts_bytes)}")
+        if plan.form.inner_bytes:
+            inner = format_bytes(plan.form.inner_bytes)
+            values.append(f"values of more than {inner} within layers")
         what = f"{' and '.join(values)} are computed in parts"
         kept = "same bits" if plan.form.exact else "equal up to rounding"
         if plan.form.early_gradients:

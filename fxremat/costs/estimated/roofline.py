@@ -6,7 +6,8 @@ Roofline, 2009). That is a lower bound. Real operations exceed it by similar fac
 be compared although their seconds are too low.
 
 Storages have their traced sizes, except where kernels are known to allocate more. A run that is
-computed in parts needs the memory of a part. Other workspaces are not part of a trace. They are not
+computed in parts needs the memory of a part, and for a few operators the source of a kernel states
+its workspace (``costs.estimated.working``). Other workspaces are not part of a trace. They are not
 counted at their operations; :func:`aside_bytes` returns how much to set aside for them throughout
 the step.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from fxremat.costs.estimated.devices import TF32, Device
+from fxremat.costs.estimated.working import has_formula, with_working_bytes
 from fxremat.costs.measured.cost import Measured, runs_of, stage_blocks, whole_block
 from fxremat.costs.measured.work import Floats, Works
 from fxremat.ir import RecordedCosts, StageSeconds
@@ -54,11 +56,11 @@ def estimate_line(line: Line, blocks: BlockCache, device: Device) -> Measured:
     costs = RecordedCosts(
         tuple(stages),
         tuple(sorted(again.items())),
-        tuple((index, mode, _working_bytes(line.nodes[index])) for index, mode in sorted(runs)),
+        tuple((index, mode, 0) for index, mode in sorted(runs)),
         _result_bytes(line.joint),
         (),
     )
-    return Measured.of(line, costs)
+    return Measured.of(line, with_working_bytes(costs, line, line.joint.sizes.hints))
 
 
 def operation_seconds(joint: JointGraph, device: Device) -> Floats:
@@ -84,11 +86,6 @@ def _calls(node: fx.Node, sizes: Mapping[str, int]) -> int:
     """Return how many operations a node launches: those of a run in parts once per part, else 1."""
     run = node.target
     return run.count(sizes) * len(run.whole) if isinstance(run, Parts) else 1
-
-
-def _working_bytes(node: fx.Node) -> int:
-    """Return the bytes of a node's workspace: those of one part if it runs in parts, else 0."""
-    return node.target.part_bytes if isinstance(node.target, Parts) else 0
 
 
 def _dtype_of(node: fx.Node) -> str:
@@ -165,13 +162,16 @@ PRODUCTS: frozenset[object] = frozenset((aten.mm.default, aten.addmm.default, at
 def aside_bytes(joint: JointGraph) -> int:
     """Return the bytes to set aside for workspaces throughout a step, since a trace has none.
 
-    These are the bytes that the largest operation with a workspace reads and makes. In the tests'
-    zoo on a CPU all operations need less, except for convolutions of a few kilobytes.
+    These are the bytes that the largest operation reads and makes of those that have a workspace
+    for which there is no formula (``costs.estimated.working``). In the tests' zoo on a CPU all
+    operations need less, except for convolutions of a few kilobytes.
     """
     table, cpu = joint.storages, joint.device.type == "cpu"
     most = 0
     for node in (*joint.forward, *joint.backward):
         target = call_of(node, Mode.FIRST)[0]
+        if has_formula(target, joint.device):
+            continue
         packs = cpu and target in PRODUCTS and next(tensors_of(node)).element_size() == 2
         if packs or target in WORKING or "attention" in str(target):
             most = max(most, table.total(table.of((node, *node.all_input_nodes))))

@@ -98,7 +98,7 @@ class Works:
         np.add.at(nbytes, self._kinds, each)
         flops, listed = np.zeros(count), numbers.tolist()
         for kind, formula, shapes, made in self._flops:
-            flops[kind] = formula(*_filled(shapes, listed), out_val=_filled(made, listed))
+            flops[kind] += formula(*_filled(shapes, listed), out_val=_filled(made, listed))
         return Work(nbytes[self.kind], flops[self.kind], each)
 
     def growth(self, now: Work, before: Work) -> Floats:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from fxremat.passes.joint.digest import target_name, written
 from fxremat.passes.joint.graph import is_getitem
-from fxremat.passes.joint.sizes import Layout, evaluated, names_in
+from fxremat.passes.joint.sizes import Layout, evaluated, names_in, number_at
 from fxremat.passes.parts.bits import are_equal
 from fxremat.passes.parts.rows import Result, Rows, Shape, indexed, part, part_of, ranges_of
 from fxremat.runtime import cuda_graph
@@ -163,6 +163,7 @@ class Parts:
         witnesses: Callable[[], Iterable[Witness]] = tuple,
         integers: Integers | None = None,
         made: Sequence[Made] = (),
+        held: Sequence[Sequence[int]] = (),
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = "fxremat.parts"
@@ -174,6 +175,7 @@ class Parts:
         self._make_witnesses = witnesses
         self.integers = integers or Integers()
         self._made = tuple(made)
+        self._held = tuple(dict.fromkeys(map(tuple, held)))
         self._keeps_bits: dict[tuple[int, ...], bool] = {}
         self._refused = False
         self._report: Callable[[bool], None] | None = None
@@ -208,6 +210,15 @@ class Parts:
         """Return the number of parts for sizes of the step; 1 if all rows are computed at once."""
         whole = not self._is_split(tuple(sizes[name] for name in self.hints))
         return 1 if whole else -(-int(evaluated(self.rows, sizes)) // self.part_rows)
+
+    def part_bytes_at(self, sizes: Mapping[str, int]) -> int:
+        """Return the bytes that a part holds besides inputs and results, for sizes of the step."""
+        if not names_in(self._held):
+            return self.part_bytes
+        total = number_at(self.rows, sizes)
+        numbers = {n: number_at(n, sizes) for each in self._held for n in each}
+        most = max(sum(numbers[n] for n in each) for each in self._held)
+        return -(-most * min(self.part_rows, total) // total)
 
     @property
     def code(self) -> str:

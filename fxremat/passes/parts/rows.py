@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from torch import Tensor
+
+from fxremat.passes.joint.sizes import product
 
 Shape = tuple[int, ...]
 
@@ -16,10 +18,20 @@ class Rows:
     """Dimensions ``[first, last)`` of a tensor, whose positions in row-major order are its rows.
 
     Neither the first nor the last of them has size 1.
+
+    Attributes:
+        first, last: the dimensions.
+        width: how many adjacent positions are one row, such as the query heads of one key head. It
+            divides the size of the last dimension.
     """
 
     first: int
     last: int
+    width: int = 1
+
+    def wider(self, width: int) -> Rows:
+        """Return rows that have ``width`` times as many positions each."""
+        return replace(self, width=self.width * width)
 
 
 class Result(Enum):
@@ -47,11 +59,20 @@ class Way:
     outputs: tuple[Rows | Result, ...]
     same_bits: bool
 
+    def wider(self, width: int) -> Way:
+        """Return the way to compute rows that have ``width`` times as many positions each."""
+        return Way(
+            tuple(where and where.wider(width) for where in self.inputs),
+            tuple(w.wider(width) if isinstance(w, Rows) else w for w in self.outputs),
+            self.same_bits,
+        )
+
 
 def part_of(shape: Shape, where: Rows, rows: int) -> Shape:
     """Return the shape of a part of a tensor, with ``rows`` rows in the dimensions ``where``."""
     ones = (1,) * (where.last - where.first - 1)
-    return (*shape[: where.first], *ones, rows, *shape[where.last :])
+    positions = product((rows, where.width))
+    return (*shape[: where.first], *ones, positions, *shape[where.last :])
 
 
 def part(tensor: Tensor, way: Rows, start: int, rows: int) -> Tensor:
@@ -62,7 +83,7 @@ def part(tensor: Tensor, way: Rows, start: int, rows: int) -> Tensor:
     first, last = way.first, way.last
     if last - first > 1:
         tensor = tensor.view(*tensor.shape[:first], -1, *tensor.shape[last:])
-    piece = tensor.narrow(first, start, rows)
+    piece = tensor.narrow(first, start * way.width, rows * way.width)
     for _ in range(last - first - 1):
         piece = piece.unsqueeze(first)
     return piece
@@ -77,4 +98,5 @@ def ranges_of(total: int, part_rows: int) -> Iterator[tuple[int, int]]:
 def indexed(name: str, way: Rows) -> str:
     """Return Python code that picks the rows ``rows`` of the tensor ``name``."""
     flat = f".flatten({way.first}, {way.last - 1})" if way.last - way.first > 1 else ""
-    return f"{name}{flat}[{', '.join([':'] * way.first + ['rows'])}]"
+    rows = "rows" if way.width == 1 else f"each(rows, {way.width})"
+    return f"{name}{flat}[{', '.join([':'] * way.first + [rows])}]"

@@ -69,6 +69,8 @@ class Dims:
         exact: whether a row has the same bits however many rows are computed at a time.
         leading: whether rows must begin with the first label, because a kernel assumes that its
             inputs are dense, and only such parts are.
+        grouped: labels of dimensions that may be a multiple of the smallest one: as many adjacent
+            positions run together with each of its positions.
     """
 
     inputs: Mapping[str, Labels | list[Labels]]
@@ -76,6 +78,7 @@ class Dims:
     summed: Set[Hashable] = frozenset()
     exact: bool = False
     leading: bool = False
+    grouped: Set[Hashable] = frozenset()
 
 
 def shape_of(node: fx.Node) -> Shape:

@@ -16,7 +16,11 @@ from fxremat.passes.split.run import Run, results_of
 from fxremat.passes.split.ways import SEEDED, is_sum_of_products
 
 MOST_PARTS = 64
-"""How many parts a run has at most: each part launches all operations."""
+"""How many parts a run has, unless they still have many rows: each part launches all operations."""
+
+MANY_ROWS = 1024
+"""A part of at least as many rows may be divided whatever the number of parts: launching takes
+little of its time."""
 
 BLOCK_ROWS, BLOCK_FACTOR = 192, 3
 """Rows of a part if a sum of products must have the bits of one product, or this times a power of
@@ -56,12 +60,15 @@ class Memory:
     Attributes:
         inside: the run's operations, in order.
         in_place: operations that write their result over a value that they read.
+        held: for each operation, the bytes of each value that is held while it runs, if one part
+            has all rows; they may follow the sizes of the step.
         peak_bytes: the most bytes held at once if one part has all rows.
     """
 
     def __init__(self, run: Run, joint: JointGraph) -> None:
         self.inside: Sequence[fx.Node] = sorted(run.ways)
         self.in_place: dict[fx.Node, InPlace] = {}
+        self.held: list[tuple[int, ...]] = []
         self._run, self._table = run, joint.storages
         self._given = self._table.of(run.sources)
         self._last = {s: n for n in self.inside for s in self._read_storages(n)}
@@ -82,7 +89,10 @@ class Memory:
         return is_sum_of_products(target, self._run.ways[target])
 
     def _peak_bytes(self) -> int:
-        """Return the most bytes held at once if one part has all rows; also fill ``in_place``."""
+        """Return the most bytes held at once if one part has all rows.
+
+        Also fill ``in_place`` and ``held``.
+        """
         nbytes = self._table.nbytes
         live: set[int] = set()
         peak = 0
@@ -95,6 +105,7 @@ class Memory:
                 live -= self._table.of([in_place.value])
             live |= made
             peak = max(peak, sum(nbytes[s] for s in live))
+            self.held.append(tuple(self._table.asked_bytes[s] for s in sorted(live)))
             live -= {s for s in live if self._last.get(s) in (node, None)} - self._outlives
         return peak
 
@@ -132,13 +143,15 @@ class Memory:
     def part(self, most_bytes: int, *, exact: bool) -> tuple[int, int]:
         """Return the number of rows of a part, and the bytes that it holds.
 
-        These are at most ``most_bytes`` if :data:`MOST_PARTS` parts are enough. If results must be
+        These are at most ``most_bytes`` if :data:`MOST_PARTS` parts are enough, or parts of
+        :data:`MANY_ROWS` rows. If results must be
         ``exact``, bit by bit, and one is a sum of matrix products, a part has whole blocks of
         :data:`BLOCK_ROWS` rows, and may hold more.
         """
         total = int(self._run.rows)
         count = 2
-        while count < MOST_PARTS and self.peak_bytes > count * most_bytes:
+        most = max(MOST_PARTS, total // MANY_ROWS)
+        while 2 * count <= most and self.peak_bytes > count * most_bytes:
             count *= 2
         rows = -(-total // min(count, total))
         if exact and any(map(self._is_added_up, self._run.targets)):

@@ -106,6 +106,7 @@ def as_operation(
         ),
         integers=_integers(inside, sources),
         made=[*_allocations(run, inside, joint)],
+        held=sized.memory.held,
     )
 
 

@@ -268,8 +268,9 @@ BY_QUERY = (
 def attention(call: Call) -> Dims | None:
     """Return the dimensions along which scaled dot-product attention or its gradient is split.
 
-    These are items and heads, and queries if each of them attends to all keys. The result is
-    ``None`` with dropout, with a debug mask, or if there is a gradient of the bias.
+    These are items and heads, and queries if each of them attends to all keys. If several heads of
+    queries share one of keys and values, they stay together. The result is ``None`` with dropout,
+    with a debug mask, or if there is a gradient of the bias.
     """
     values = call.values
     has_unknown = values.get("return_debug_mask") or (values.get("grad_input_mask") or [False])[-1]
@@ -284,10 +285,12 @@ def attention(call: Call) -> Dims | None:
     inputs["logsumexp"] = query[: len(call.tensors.get("logsumexp", ()))]
     if call.is_backward:
         gradients: list[Labels] = [query, heads_only, heads_only, ()]
-        return Dims(inputs, gradients[: len(call.returns)], frozenset("q"))
+        summed = frozenset("qh")  # over heads of queries that share a single head of keys
+        return Dims(inputs, gradients[: len(call.returns)], summed, grouped=frozenset("h"))
     # Without dropout, nobody reads the state of the random generator.
     draws = [None] * len(call.returns[2:])
-    return Dims(inputs, [query, query[: len(call.returns[1] or ())], *draws])
+    outputs = [query, query[: len(call.returns[1] or ())], *draws]
+    return Dims(inputs, outputs, grouped=frozenset("h"))
 
 
 def batched(call: Call) -> Dims:

@@ -69,7 +69,7 @@ def split(
     exact = other_bits is not None
     if early_gradients:
         assumed = expected if exact else None
-        early = rebuilt(joint, gradients_with_losses(joint, large.most_bytes, assumed))
+        early = rebuilt(joint, gradients_with_losses(joint, large.least_bytes, assumed))
         module = _in_parts(early, large, other_bits, looks, most_operations)
         if not exact or (module is not None and gather_gradients(module)):
             return module
@@ -85,7 +85,7 @@ def _in_parts(
 ) -> fx.GraphModule | None:
     """Return the graph, or ``None``, as :func:`split` does, but without rewriting losses first."""
     refused: set[tuple[fx.Node, Way]] = set()
-    exact, cache = other_bits is not None, Ways()
+    exact, cache, large = other_bits is not None, Ways(), large.of(joint)
     while True:
         unsized = runs_of(
             joint,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -24,10 +24,11 @@ from fxremat.passes.joint.graph import (
     is_tensor,
     operation_of,
 )
-from fxremat.passes.joint.sizes import layouts_of, product
+from fxremat.passes.joint.sizes import layouts_of, names_in, product
 from fxremat.passes.parts.rows import Result, Rows, Way
+from fxremat.passes.split.narrow import narrow_values
 from fxremat.passes.split.run import Looks, Order, Run, place_of, results_of
-from fxremat.passes.split.ways import Ways, is_sum_of_products
+from fxremat.passes.split.ways import Ways, heads_of, is_sum_of_products
 
 Refused = Set[tuple[fx.Node, Way]]
 """Operations, and ways to compute them in parts, that must not be used."""
@@ -41,22 +42,42 @@ class Large:
         most_bytes: values that take more are large; also what a part that computes them may hold.
         names: operations whose values are large if they take more than ``names_bytes``.
         names_bytes: also what a part that computes one of these values may hold.
+        inner_bytes: values that take more are large as well, except at narrow places of the step
+            (:func:`~fxremat.passes.split.narrow.narrow_values`); also what a part may hold.
+            ``None``: they are not.
+        narrow: ids of the storages at narrow places, if there are ``inner_bytes``.
     """
 
     most_bytes: int
     names: frozenset[str] = frozenset()
     names_bytes: int = 0
+    inner_bytes: int | None = None
+    narrow: frozenset[int] = frozenset()
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes above which values are large unless they are at narrow places."""
+        return min(self.most_bytes, self.inner_bytes or self.most_bytes)
+
+    def of(self, joint: JointGraph) -> Large:
+        """Return a copy with the narrow places of ``joint``."""
+        if self.inner_bytes is None:
+            return self
+        return replace(self, narrow=narrow_values(joint))
 
     def has(self, storage: int, table: StorageTable) -> bool:
         """Return whether a storage, by its index in ``table``, is large."""
         nbytes, is_named = table.nbytes[storage], table.owner[storage].name in self.names
-        return nbytes > self.most_bytes or (is_named and nbytes > self.names_bytes)
+        if nbytes > self.most_bytes or (is_named and nbytes > self.names_bytes):
+            return True
+        is_inner = self.inner_bytes is not None and storage not in self.narrow
+        return is_inner and nbytes > self.least_bytes
 
     def part_bytes(self, run: Run, table: StorageTable) -> int:
         """Return the most bytes that one part of ``run`` may hold."""
         values = table.of((*run.ways, *run.rows_of))
         named = any(table.owner[i].name in self.names for i in values)
-        return min(self.most_bytes, self.names_bytes) if named else self.most_bytes
+        return min(self.least_bytes, self.names_bytes) if named else self.least_bytes
 
 
 def runs_of(
@@ -94,15 +115,15 @@ class _RowCount:
     Attributes:
         count: the number of rows.
         most_operations: how many operations a run has at most.
-        ways: the allowed ways to compute each operation for some rows at a time.
-        giving: ways to compute each value, by the dimensions of the value that are rows.
+        ways: the allowed ways to compute each operation for some rows at a time, by their width.
+        giving: ways to compute each value in rows of a width, by its dimensions that are rows.
         computing: the runs that each operation is in.
     """
 
     count: int
     most_operations: int
-    ways: dict[fx.Node, tuple[Way, ...]] = field(default_factory=dict)
-    giving: dict[fx.Node, dict[Rows, list[Way]]] = field(default_factory=dict)
+    ways: dict[tuple[fx.Node, int], tuple[Way, ...]] = field(default_factory=dict)
+    giving: dict[tuple[fx.Node, int], dict[Rows, list[Way]]] = field(default_factory=dict)
     computing: dict[fx.Node, list[Run]] = field(default_factory=dict)
 
     def add(self, run: Run) -> None:
@@ -204,14 +225,13 @@ class _Finder:
             self._large[node] = large and node in self._made and is_tensor(node)
         return self._large[node]
 
-    def _all_ways(self, node: fx.Node, counted: _RowCount) -> tuple[Way, ...]:
+    def _all_ways(self, node: fx.Node, counted: _RowCount, width: int = 1) -> tuple[Way, ...]:
         if len(node.all_input_nodes) > self._most_operations or not may_run_again(node):
             return ()
-        if node not in counted.ways:
-            counted.ways[node] = tuple(
-                way for way in self._ways.of(node, counted.count) if self._is_allowed(node, way)
-            )
-        return counted.ways[node]
+        if (node, width) not in counted.ways:
+            every = self._ways.of(node, counted.count, width)
+            counted.ways[node, width] = tuple(w for w in every if self._is_allowed(node, w))
+        return counted.ways[node, width]
 
     def _is_allowed(self, node: fx.Node, way: Way) -> bool:
         if (node, way) in self._refused:
@@ -223,14 +243,17 @@ class _Finder:
     def _run_to(self, target: fx.Node) -> Run | None:
         """Return the run that computes ``target`` and reads the fewest bytes of large values.
 
-        Of equal runs it is one that can be joined with another, otherwise the one of most rows. The
-        result is ``None`` if no run reads fewer of these bytes than ``target`` does.
+        Of equal runs it is one that can be joined with another, otherwise the one of most rows. If
+        no run reads fewer of these bytes than ``target`` does, it is one by heads that can be
+        joined, so that what an attention computes again is computed once; or ``None``.
         """
-        least_bytes = self._bytes_of(n for n in target.all_input_nodes if self._is_large(n))
+        own_bytes = self._bytes_of(n for n in target.all_input_nodes if self._is_large(n))
+        least_bytes = own_bytes
         best: list[Run] = []
+        by_heads = self._heads(target)
         for count in self._counts(target):
             counted = self._by_count.setdefault(count, _RowCount(count, self._most_operations))
-            for way in self._all_ways(target, counted):
+            for way in self._ways_of_target(target, counted):
                 run = Run(count, targets=[target])
                 rows = ((value, way.outputs[place_of(value)]) for value in results_of(target))
                 if not all(self._rows_are_view(v, r) for v, r in rows if isinstance(r, Rows)):
@@ -240,12 +263,17 @@ class _Finder:
                 whole_bytes = self._whole_bytes(run)
                 if whole_bytes < least_bytes:
                     least_bytes, best = whole_bytes, [run]
-                elif best and whole_bytes == least_bytes:
-                    best.append(run)
+                elif whole_bytes == least_bytes:
+                    # A sum of large values would be held in float32.
+                    is_sum = Result.SUM in way.outputs and self._is_large(results_of(target)[0])
+                    if best or (count in by_heads and not is_sum):
+                        best.append(run)
         best.sort(key=lambda run: -int(run.rows))
-        if len(best) < 2:
+        is_less = least_bytes < own_bytes
+        if len(best) < 2 and (is_less or not best):
             return best[0] if best else None
-        return next((run for run in best if self._by_count[run.rows].joins(run)), best[0])
+        joining = (run for run in best if self._by_count[run.rows].joins(run))
+        return next(joining, best[0] if is_less else None)
 
     def _bytes_of(self, nodes: Iterable[fx.Node]) -> int:
         table = self._joint.storages
@@ -257,17 +285,35 @@ class _Finder:
     def _counts(self, target: fx.Node) -> list[int]:
         """Return the numbers of rows to try for ``target``.
 
-        These are the products of adjacent dimensions of the large values that it reads.
+        These are the products of adjacent dimensions of the large values that it reads, and the
+        numbers of heads if one of them is the result of an attention.
         """
         counts: dict[int, None] = {}
-        for node in target.all_input_nodes:
-            if self._is_large(node):
-                for shape in (layout.shape for layout in layouts_of(node)):
-                    for a, b in itertools.combinations(range(len(shape) + 1), 2):
-                        count = product(shape[a:b])
-                        if int(count) > 1:
-                            counts[count] = None
-        return list(counts)
+        large = [n for n in target.all_input_nodes if self._is_large(n)]
+        for shape in (layout.shape for node in large for layout in layouts_of(node)):
+            for a, b in itertools.combinations(range(len(shape) + 1), 2):
+                counts[product(shape[a:b])] = None
+        counts |= self._heads(target)
+        return [count for count in counts if int(count) > 1]
+
+    def _heads(self, target: fx.Node) -> dict[int, None]:
+        """Return the numbers of heads of attentions whose large results ``target`` reads."""
+        bases = (self._base(n) for n in target.all_input_nodes if self._is_large(n))
+        return dict.fromkeys(count for base in bases for count in heads_of(base))
+
+    def _ways_of_target(self, target: fx.Node, counted: _RowCount) -> Iterator[Way]:
+        """Yield the ways to compute ``target`` for some rows at a time.
+
+        A row may be a part of a dimension of a large value that it reads, such as the head that is
+        a part of a hidden state.
+        """
+        yield from self._all_ways(target, counted)
+        count = int(counted.count)
+        large = (n for n in target.all_input_nodes if self._is_large(n))
+        sizes = {size for n in large for layout in layouts_of(n) for size in layout.shape}
+        for size in sorted(n for n in sizes if not names_in((n, counted.count))):
+            if count < size and size % count == 0:
+                yield from self._all_ways(target, counted, size // count)
 
     def _expand(self, run: Run, operation: fx.Node, way: Way, counted: _RowCount) -> bool:
         """Add ``operation`` and the large values that it reads to ``run``; return success.
@@ -311,10 +357,15 @@ class _Finder:
         return True
 
     def _reads_large(self, value: fx.Node) -> bool:
-        """Return whether ``value``, or a value that its operation reads, is large."""
+        """Return whether ``value``, or a value that its operation reads, is large.
+
+        It is not at a narrow place, so that no run computes it but the one that it is a target of.
+        """
         if value not in self._reads_large_cache:
             near = (value, *operation_of(value).all_input_nodes)
-            self._reads_large_cache[value] = value in self._made and any(map(self._is_large, near))
+            is_narrow = not self._large_values.narrow.isdisjoint(self._joint.storages.of([value]))
+            may_compute = value in self._made and not is_narrow
+            self._reads_large_cache[value] = may_compute and any(map(self._is_large, near))
         return self._reads_large_cache[value]
 
     def _rows_are_view(self, value: fx.Node, rows: Rows) -> bool:
@@ -344,21 +395,31 @@ class _Finder:
                 return False
             run.rows_of[value] = rows
             return True
-        if value not in counted.giving:
-            counted.giving[value] = self._giving(operation, index, counted)
-        for way in counted.giving[value].get(rows, ()):
+        key = value, rows.width
+        if key not in counted.giving:
+            counted.giving[key] = self._giving(operation, index, counted, rows.width)
+        for way in counted.giving[key].get(rows, ()):
             if self._expand(run, operation, way, counted):
                 run.rows_of[value] = rows
                 return True
         return False
 
-    def _giving(self, operation: fx.Node, index: int, counted: _RowCount) -> dict[Rows, list[Way]]:
+    def _giving(
+        self, operation: fx.Node, index: int, counted: _RowCount, width: int
+    ) -> dict[Rows, list[Way]]:
         """Return ways to compute ``operation``, by the dimensions of its result that are rows.
 
-        ``index`` is the index of this result among the tensors that the operation returns.
+        Args:
+            operation: the operation.
+            index: the index of this result among the tensors that the operation returns.
+            counted: what was found for the number of rows.
+            width: the width of the rows, unless the operation has rows of different widths.
         """
         by_rows: dict[Rows, list[Way]] = {}
-        for way in self._all_ways(operation, counted) if self._may_run_again(operation) else ():
+        if not self._may_run_again(operation):
+            return by_rows
+        narrow = self._all_ways(operation, counted) if width > 1 else ()
+        for way in (*self._all_ways(operation, counted, width), *narrow):
             given = way.outputs[index]
             if isinstance(given, Rows) and Result.SUM not in way.outputs:
                 by_rows.setdefault(given, []).append(way)

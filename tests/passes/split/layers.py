@@ -141,9 +141,16 @@ def _(d: Draws, name: str) -> Any:
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 )
 def _(d: Draws, name: str) -> Any:
-    batch, heads, ours, theirs, width = d.size(3), d.size(4), d.size(), d.size(), 2 * d.size(3)
-    make = lambda length: d.dense(batch, length, heads, width).transpose(1, 2)
-    query, key, value = make(ours), make(theirs), make(theirs)
+    batch, group, ours, theirs, width = (
+        d.size(3),
+        d.one_of(1, 1, 2),
+        d.size(),
+        d.size(),
+        2 * d.size(3),
+    )
+    heads = group * d.size(4)
+    make = lambda length, of=heads: d.dense(batch, length, of, width).transpose(1, 2)
+    query, key, value = make(ours), make(theirs, heads // group), make(theirs, heads // group)
     causal = d.one_of(False, False, True)
     sizes = [d.one_of(1, batch), d.one_of(1, heads), d.one_of(1, ours), theirs]
     mask = None if causal else d.one_of(None, d.dense(*sizes), d.dense(*sizes[2:]))
@@ -175,10 +182,12 @@ EFFICIENT, FLASH, CUDNN = (
 @case(*(name + end for name in (EFFICIENT, FLASH, CUDNN) for end in ("", "_backward")))
 def _(d: Draws, name: str) -> Any:
     kind = name.partition(".")[0].removesuffix("_backward")
-    batch, heads, ours, theirs, width = d.size(3), d.size(4), d.size(), d.size(), d.size(4)
-    make = lambda length: d.dense(batch, heads, length, width)
+    batch, ours, theirs, width = d.size(3), d.size(), d.size(), d.size(4)
+    group = 1 if kind == EFFICIENT else d.one_of(1, 2, 3)
+    heads = group * d.size(3)
+    make = lambda length, of=heads: d.dense(batch, of, length, width)
     causal = d.one_of(False, False, True)
-    read = [make(ours), make(theirs), make(theirs)]
+    read = [make(ours), make(theirs, heads // group), make(theirs, heads // group)]
     bias = None
     if kind != FLASH and not causal:
         bias = d.one_of(None, d.dense(d.one_of(1, batch), d.one_of(1, heads), ours, theirs))
@@ -197,6 +206,8 @@ def _(d: Draws, name: str) -> Any:
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, bias: Any, causal: bool) -> Any:
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) / query.shape[3] ** 0.5
     scores = scores if bias is None else scores + bias
     if causal:
@@ -234,13 +245,16 @@ ATTENTION = {EFFICIENT: efficient, FLASH: flash, CUDNN: cudnn}
 def gradients(grad: Tensor, *read: Tensor, bias: Any, lse: Tensor, causal: bool) -> list[Tensor]:
     """Of attention, which read the statistic as kernels do."""
     query, key, value, out = read
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     scale = query.shape[3] ** -0.5
     scores = query @ key.transpose(2, 3) * scale
     scores = scores if bias is None else scores + bias
     weights = (scores - lse).exp()
     weights = weights.tril() if causal else weights
     inner = weights * (grad @ value.transpose(2, 3) - (grad * out).sum(3, keepdim=True)) * scale
-    return [inner @ key, inner.transpose(2, 3) @ query, weights.transpose(2, 3) @ grad]
+    theirs = inner.transpose(2, 3) @ query, weights.transpose(2, 3) @ grad
+    return [inner @ key, *(x.unflatten(1, (-1, group)).sum(2) for x in theirs)]
 
 
 @stand_in(f"{EFFICIENT}_backward")

@@ -105,9 +105,9 @@ def parts_read(op: Alone, way: Way, done: int, rows: int) -> Iterator[Tensor]:
 
 
 def narrowed(tensor: Tensor, where: Rows, done: int, rows: int) -> Tensor:
-    count = torch.Size(tensor.shape[where.first : where.last]).numel()
+    count = torch.Size(tensor.shape[where.first : where.last]).numel() // where.width
     flat = tensor.reshape(part_of(tuple(tensor.shape), where, count))
-    return flat.narrow(where.last - 1, done, rows)
+    return flat.narrow(where.last - 1, done * where.width, rows * where.width)
 
 
 def joined(op: Alone, way: Way, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:

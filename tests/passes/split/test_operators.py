@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ import tests.passes.split.layers  # noqa: F401
 from fxremat.passes.joint.sizes import LAYOUTS, Layout, Size, product
 from fxremat.passes.parts.rows import Result, Rows, Way, part_of
 from fxremat.passes.split.operators import EXACT, RULES, overload
-from fxremat.passes.split.ways import VIEWS, for_rows, ways
+from fxremat.passes.split.ways import VIEWS, Ways, for_rows, ways
 from tests.examples import examples
 from tests.passes.split.cases import CASES, STAND_INS, Draws, drawn, operator_of
 from tests.passes.split.parts import FACTOR, Alone, alone, differences, largest
@@ -34,6 +35,20 @@ def test_parts_are_the_whole(name: str, data: st.DataObject) -> None:
     for count in op.counts():
         for way in ways(op.node, count):
             sizes = d.parts(count)
+            note(f"{op.node.format_node()} {[t.shape for t in op.tensors]} {way} {sizes}")
+            assert not differences(op, way, sizes)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@examples(0.2)
+@given(data=st.data())
+def test_wide_parts_are_the_whole(name: str, data: st.DataObject) -> None:
+    d = Draws.of(data)
+    op = drawn(name, d)
+    for count, width in itertools.product(op.counts(), (2, 3)):
+        rows = count // width
+        for way in Ways().of(op.node, rows, width) if rows * width == count and rows > 1 else ():
+            sizes = d.parts(rows)
             note(f"{op.node.format_node()} {[t.shape for t in op.tensors]} {way} {sizes}")
             assert not differences(op, way, sizes)
 
@@ -60,7 +75,9 @@ ALL, NO_BIAS = [True, True, True], [True, True, False]
 FLASH = "_scaled_dot_product_flash_attention"
 EFFICIENT = "_scaled_dot_product_efficient_attention"
 
-Place = tuple[int, int] | None
+GROUPS = [real(2, 6, 5, 4), real(2, 3, 7, 4), real(2, 3, 7, 4)]
+
+Place = tuple[int, ...] | None
 
 FOUND: list[tuple[str, list[Any], int, list[Place], list[Any]]] = [
     ("add.Tensor", [real(2, 3, 4), real(3, 4)], 12, [(1, 3), (0, 2)], [(1, 3)]),
@@ -139,6 +156,10 @@ FOUND: list[tuple[str, list[Any], int, list[Place], list[Any]]] = [
     (f"{FLASH}_for_cpu", HEADS, 6, [(0, 2)] * 3, [(0, 2), (0, 2)]),
     (f"{FLASH}_for_cpu", HEADS, 5, [(2, 3), None, None], [(2, 3), (2, 3)]),
     (FLASH, HEADS, 6, [(0, 2)] * 3, [(0, 2), (0, 2), UNREAD, UNREAD, UNREAD]),
+    (FLASH, GROUPS, 3, [(1, 2, 2), (1, 2), (1, 2)], [(1, 2, 2), (1, 2, 2), UNREAD, UNREAD, UNREAD]),
+    (FLASH, GROUPS, 6, [(0, 2, 2), (0, 2), (0, 2)], [(0, 2, 2), (0, 2, 2), UNREAD, UNREAD, UNREAD]),
+    ("view", [real(2, 12), [2, 6, 2]], 3, [(1, 2, 4)], [(1, 2, 2)]),
+    ("view", [real(2, 12), [2, 6, 2]], 6, [(1, 2, 2)], [(1, 2)]),
     (EFFICIENT, [*HEADS, None, True], 2, [(0, 1)] * 3, [(0, 1), (0, 1), UNREAD, UNREAD]),
 ]  # fmt: skip
 """Operators, arguments, rows; of each tensor that is read, and that is returned, where they are."""
@@ -184,6 +205,7 @@ NONE: list[tuple[str, list[Any], int]] = [
     ("cat", [CAT, 1], 8),
     ("native_layer_norm_backward", [real(2, 3, 4), *NORM, ALL], 3),  # it reads rstd densely
     (f"{FLASH}_for_cpu", [*HEADS, 0.0, True], 5),  # causal
+    (f"{FLASH}_for_cpu", [*GROUPS, 0.0, True], 12),  # heads that share keys stay together
     ("view", [real(4, 6), [6, 4]], 4),
     ("view.dtype", [real(5, 4), torch.int32], 5),
     ("squeeze.dim", [real(5, 4), 0], 5),
