@@ -30,6 +30,17 @@ _ALIKE: dict[Any, Any] = {
 """For operations that torch's registry lacks, one in it that takes the same arguments."""
 
 
+def _is_causal(node: fx.Node) -> bool:
+    """Return whether ``node`` calls an attention of aten that is causal."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    place = names.index("is_causal")
+    return bool(node.args[place] if place < len(node.args) else node.kwargs.get("is_causal"))
+
+
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """A placeholder for a shape: the range of its sizes in a list of numbers."""
@@ -83,7 +94,7 @@ class Works:
         self._nbytes: list[int] = []
         self._shapes: list[int] = []
         self._pairs: list[tuple[int, int]] = []
-        self._flops: list[tuple[int, Callable[..., Any], Any, Any]] = []
+        self._flops: list[tuple[int, Callable[..., Any], Any, Any, float]] = []
         self.kind = np.array([self._kind_of(n) for n in joint.module.graph.nodes], dtype=np.int64)
         self._formulas = joint.sizes.formulas([*self._shapes, *self._nbytes])
         self._kinds, tensors = np.array(self._pairs, dtype=np.int64).reshape(-1, 2).T
@@ -97,8 +108,9 @@ class Works:
         nbytes: Floats = np.zeros(count)
         np.add.at(nbytes, self._kinds, each)
         flops, listed = np.zeros(count), numbers.tolist()
-        for kind, formula, shapes, made in self._flops:
-            flops[kind] += formula(*_filled(shapes, listed), out_val=_filled(made, listed))
+        for kind, formula, shapes, made, share in self._flops:
+            counted = formula(*_filled(shapes, listed), out_val=_filled(made, listed))
+            flops[kind] += share * counted
         return Work(nbytes[self.kind], flops[self.kind], each)
 
     def growth(self, now: Work, before: Work) -> Floats:
@@ -139,7 +151,8 @@ class Works:
         count = registry.get(_ALIKE.get(packet, packet))
         if count is not None:
             shapes = fx.map_arg(args, self._shapes_of)
-            self._flops.append((kind, count, shapes, self._shapes_of(node)))
+            share = 0.5 if _is_causal(node) else 1.0  # kernels leave out what is masked
+            self._flops.append((kind, count, shapes, self._shapes_of(node), share))
 
     def _tensor(self, layout: Layout, element_size: int) -> int:
         """Return the index of the formula of a tensor's bytes.
