@@ -6,7 +6,7 @@ import gc
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -220,3 +220,33 @@ def test_what_a_step_in_a_hook_allocates_has_room(named: bool):
             taken_bytes = fxremat.measure_step(call, step).peak_bytes
         assert named != bool(warned), [str(each.message) for each in warned]
         assert taken_bytes <= call.plan.budget_bytes
+
+
+def test_steps_after_a_hook_that_has_raised_keep_to_the_budget():
+    """Gradients that its step has left are cleared, as after any step that failed."""
+    model, failing = built(), [False]
+
+    def that_may_fail(own: Optimizers) -> Hook:
+        last = list(own)[-6]
+
+        def hook(parameter: Tensor) -> None:
+            if failing[0] and parameter is last:
+                raise ZeroDivisionError
+            own[parameter].step()
+            own[parameter].zero_grad()
+
+        return hook
+
+    with hooked(model, that_may_fail, torch.optim.AdamW) as own, warnings.catch_warnings():
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        given = {"loss": squares, "optimizer": list(own.values())}
+        call = fxremat.compile(model, batch(0), "min", **given)
+
+        def step() -> None:
+            squares(call(batch(0))).backward()
+
+        for failing[0] in (False, True, False, True, False, False):
+            with pytest.raises(ZeroDivisionError) if failing[0] else nullcontext():
+                step()
+            model.zero_grad()
+        assert fxremat.measure_step(call, step).peak_bytes <= call.plan.budget_bytes
