@@ -65,13 +65,16 @@ def context_fields(
         step_bytes = loop.hosting.placement.step_bytes
         if not loop.optimizers.all_have_stepped:  # else what is on the device is counted
             state_bytes -= loop.hosting.state_bytes(leaves, gradients)
+    taken: frozenset[int] = frozenset()
+    if not waiting:
+        taken = _taken(loop, graph, leaves, existing, several=several)
     together = graph.together
     fields = (
         sizes,
         existing,
         added,
         hosted,
-        frozenset() if waiting else _taken(loop, graph, leaves, existing, several=several),
+        taken,
         len(waiting),
         sum([step.held_bytes for step in waiting]),
         kept_bytes,
@@ -84,6 +87,7 @@ def context_fields(
         loop.slack_bytes(graph.device) if on_cuda and not together else 0,
         loop.wrapped_bytes() if graph.has_wrappers else 0,
         0 if together else _buffer_bytes(graph, values, sizes),
+        loop.optimizers.hook_bytes([leaves[primal] for primal in taken]) if taken else 0,
     )
     return fields, leaves
 

@@ -314,7 +314,7 @@ def learn(
     """
     feedback, budget_bytes = graph.feedback, loop.budget.nbytes
     held = graph.held(context)
-    late_bytes = graph.late_bytes  # counted as held, but not allocated by this process
+    late_bytes = graph.late_bytes + context.hook_bytes  # counted as held, but not before the step
     correction = _correction_of(
         profile, planned.allocated_bytes + late_bytes, held, is_first=is_first
     )

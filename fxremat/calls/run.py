@@ -158,7 +158,7 @@ def begin(
     else:
         watch_step(loop, graph, compiled, context, number, sizes)
         if calls.counts:
-            count = begin_count(graph, context)
+            count = begin_count(loop, graph, context)
     forward, backward = compiled.at(values)
     compare_parts(loop, graph, compiled, number, values)
     passed = graph.signature.passed

@@ -61,7 +61,9 @@ def watch_step(
         compiled.watches_left = 1
     if compiled.watches_left and may_learn and graph.feedback.are_watched(sizes):
         is_first = not loop.budget.trained
-        report = functools.partial(_learn, loop, graph, context, compiled, is_first=is_first)
+        state_bytes = loop.optimizers.state_bytes
+        own = functools.partial(_learn, loop, graph, context, compiled, is_first=is_first)
+        report = functools.partial(own, state_bytes=state_bytes)
         compiled.watches_left -= loop.watcher.begin(graph.device, report)
 
 
@@ -73,13 +75,34 @@ def _learn(
     profile: MemoryProfile,
     *,
     is_first: bool,
+    state_bytes: int,
 ) -> None:
-    """Correct later plans by the measured memory of a step, and record its peak in its plan."""
+    """Correct later plans by the measured memory of a step, and record its peak in its plan.
+
+    Optimizers that step in the backward make their state in the first step. It is not the step's:
+    plans that count it have done so before, and others will.
+
+    Args:
+        loop: the training loop of the model.
+        graph: the graph of the step.
+        context: the context of its call.
+        compiled: the plan that it followed.
+        profile: what it took.
+        is_first: whether no step ran before it.
+        state_bytes: bytes of optimizer state when it began.
+    """
+    grown_bytes = max(0, loop.optimizers.state_bytes - state_bytes)
+    later_bytes = loop.optimizers.beyond(graph.optimizer_bytes) - context.state_bytes
+    later_bytes = min(grown_bytes, max(0, later_bytes))
+    counted_bytes = grown_bytes - later_bytes
+    if counted_bytes:
+        profile = replace(profile, backward_bytes=profile.backward_bytes - counted_bytes)
     if profile.taken_bytes is not None:
-        compiled.watches_left = 0
+        compiled.watches_left = int(counted_bytes > 0)
     plan = compiled.record
     held_bytes = plan.predicted_held_bytes
-    planned = PlannedBytes(held_bytes, held_bytes - graph.held(compiled.context).given_bytes)
+    own_bytes = held_bytes - graph.held(compiled.context).given_bytes
+    planned = PlannedBytes(held_bytes, own_bytes + later_bytes)
     peak_bytes = learn(loop, graph, context, planned, profile, is_first=is_first)
     if profile.taken_bytes is None:  # another step began before its backward had ended
         loop.check_outside(max(peak_bytes, plan.counted_bytes), planned=True)
@@ -90,14 +113,20 @@ def _learn(
             compiled.record = replace(compiled.record, measured_peak_bytes=peak_bytes)
 
 
-def begin_count(graph: Graph, context: StepContext) -> Count | None:
+def begin_count(loop: Loop, graph: Graph, context: StepContext) -> Count | None:
     """Begin to count the peak of a call by the allocator's counters; ``None``: it has none."""
 
     def held_bytes() -> int:
         """Return the bytes held when the call begins, by its context."""
-        return graph.held(context).given_bytes - graph.late_bytes - context.correction.more_bytes
+        late_bytes = graph.late_bytes + context.hook_bytes
+        return graph.held(context).given_bytes - late_bytes - context.correction.more_bytes
 
-    return Count.begin(graph.device, held_bytes)
+    def counted_state_bytes() -> int:
+        """Return the bytes of existing optimizer state that plans count before it exists."""
+        optimizers = loop.optimizers
+        return optimizers.state_bytes - optimizers.beyond(graph.optimizer_bytes)
+
+    return Count.begin(graph.device, held_bytes, counted_state_bytes)
 
 
 def check_count(loop: Loop, step: Step, peak_bytes: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fxremat import torch_compat
 from fxremat.graph.shortfall import excess_bytes, warn
 from fxremat.loop.optimizer_state import with_state
+from fxremat.loop.placement import TEMPORARY
 from fxremat.passes.joint.graph import allocated_bytes
 from fxremat.runtime.profile import MemoryProfile, Watcher
 from fxremat.units import format_bytes
@@ -117,6 +118,20 @@ class Optimizers:
             if not self._steps_elsewhere(given)
         )
 
+    def hook_bytes(self, taken: Iterable[torch.Tensor | None]) -> int:
+        """Return the most bytes that a step in a hook is assumed to allocate and to free.
+
+        Args:
+            taken: parameters whose gradient a hook takes away. If ``optimizer=`` names an optimizer
+                of such a parameter, the hook runs its step. Of others, later steps show the bytes.
+        """
+        given = (alive() for alive in self._given)
+        optimizers = (one for one in given if isinstance(one, torch.optim.Optimizer))
+        groups = (group for one in optimizers for group in one.param_groups)
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        own = (p.nbytes for p in taken if p is not None and id(p) in stepped)
+        return allocated_bytes(int(TEMPORARY * max(own, default=0)), self._device)
+
     def _steps_elsewhere(self, given: object) -> bool:
         """Return whether an optimizer steps nothing on the device, as one of copies on the host."""
         if not isinstance(given, torch.optim.Optimizer):
@@ -154,14 +169,20 @@ class Optimizers:
                 self._add_up_state(optimizer, measured)
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to measure a step of ``optimizer``, if it is one of its first of the model."""
-        self.before_step()
-        self.watcher.end()
+        """Begin to measure a step of ``optimizer``, if it is one of its first of the model.
+
+        A step in a hook, in the backward, is a part of the training step: that is measured as a
+        whole, if at all.
+        """
+        is_in_backward = torch_compat.current_backward() >= 0
+        if not is_in_backward:
+            self.before_step()
+            self.watcher.end()
         measured = self._measured.setdefault(optimizer, _Measured())
         self._begun.add(optimizer)
         if measured.shape != _shape_of(optimizer):
             measured.steps_model = self._steps_model(optimizer)
-        if measured.steps_model and measured.steps < MOST_WATCHED:
+        if measured.steps_model and measured.steps < MOST_WATCHED and not is_in_backward:
             self.watcher.begin(self._device, self._profiles.append)
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -182,7 +203,7 @@ class Optimizers:
         if is_small or shape != measured.shape or measured.steps % ADD_UP_EVERY == 0:
             measured.shape = shape
             self._add_up_state(optimizer, measured)
-        if measured.steps > MOST_WATCHED:
+        if measured.steps > MOST_WATCHED or torch_compat.current_backward() >= 0:
             return
         self._profiles.clear()  # of a step that has raised
         self.watcher.end()

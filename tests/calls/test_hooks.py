@@ -6,7 +6,7 @@ import gc
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -78,8 +78,12 @@ def that_keeps(_own: Optimizers) -> Hook:
 
 
 @contextmanager
-def hooked(model: nn.Module, make: Callable[[Optimizers], Hook] | None) -> Iterator[Optimizers]:
-    own: Optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+def hooked(
+    model: nn.Module,
+    make: Callable[[Optimizers], Hook] | None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.SGD,
+) -> Iterator[Optimizers]:
+    own: Optimizers = {p: optimizer([p]) for p in model.parameters()}
     handles = [p.register_post_accumulate_grad_hook(make(own)) for p in own] if make else []
     yield own
     for handle in handles:  # Python does not collect parameters whose hooks refer to them
@@ -196,3 +200,53 @@ def test_a_step_whose_gradients_leave_late_is_warned_of():
     (named,) = re.findall(r"up to (\d+) bytes", warned[0])
     assert late.plans[0].budget_bytes < late.peaks_bytes[-2] <= int(named)
     assert "FXR102" in after[0]
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "not named"])
+def test_what_a_step_in_a_hook_allocates_has_room(named: bool):
+    """From the first step on if ``optimizer=`` names it, else once a step was measured."""
+    model = built()
+    with hooked(model, that_steps, torch.optim.AdamW) as own:
+        given = {"optimizer": list(own.values())} if named else {}
+        call = fxremat.compile(model, batch(0), "min", loss=squares, **given)
+
+        def step() -> None:
+            squares(call(batch(0))).backward()
+
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", fxremat.BudgetWarning)
+            for _ in range(5):
+                step()
+            taken_bytes = fxremat.measure_step(call, step).peak_bytes
+        assert named != bool(warned), [str(each.message) for each in warned]
+        assert taken_bytes <= call.plan.budget_bytes
+
+
+def test_steps_after_a_hook_that_has_raised_keep_to_the_budget():
+    """Gradients that its step has left are cleared, as after any step that failed."""
+    model, failing = built(), [False]
+
+    def that_may_fail(own: Optimizers) -> Hook:
+        last = list(own)[-6]
+
+        def hook(parameter: Tensor) -> None:
+            if failing[0] and parameter is last:
+                raise ZeroDivisionError
+            own[parameter].step()
+            own[parameter].zero_grad()
+
+        return hook
+
+    with hooked(model, that_may_fail, torch.optim.AdamW) as own, warnings.catch_warnings():
+        warnings.simplefilter("error", fxremat.BudgetWarning)
+        given = {"loss": squares, "optimizer": list(own.values())}
+        call = fxremat.compile(model, batch(0), "min", **given)
+
+        def step() -> None:
+            squares(call(batch(0))).backward()
+
+        for failing[0] in (False, True, False, True, False, False):
+            with pytest.raises(ZeroDivisionError) if failing[0] else nullcontext():
+                step()
+            model.zero_grad()
+        assert fxremat.measure_step(call, step).peak_bytes <= call.plan.budget_bytes

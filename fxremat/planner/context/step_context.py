@@ -86,6 +86,8 @@ class StepContext:
             distributed ones.
         buffer_bytes: bytes by which the storages of inputs exceed the planned ones: an input that
             is a view of a larger buffer holds all of it.
+        hook_bytes: the most bytes that an optimizer allocates and frees which steps in a hook, in
+            the backward.
         others_bytes: bytes of the budget that are reserved for further steps in flight.
         correction: what earlier steps needed beyond their plan.
         cleared: the existing gradients are released before the backward begins, as in torch's
@@ -117,6 +119,7 @@ class StepContext:
     slack_bytes: int = 0
     wrapped_bytes: int = 0
     buffer_bytes: int = 0
+    hook_bytes: int = 0
     others_bytes: int = 0
     correction: Correction = NO_CORRECTION
     cleared: bool = False
@@ -177,6 +180,7 @@ class StepContext:
             + sum(more)
             + self.slack_bytes
             + self.buffer_bytes
+            + self.hook_bytes
             + self.others_there_bytes
             + self.others_bytes
             + self.correction.more_bytes
@@ -229,6 +233,7 @@ class StepContext:
             ("workspaces of libraries for another thread or stream", self.workspace_bytes),
             ("blocks that are larger than what lies in them", self.slack_bytes),
             ("larger buffers around the inputs", self.buffer_bytes),
+            ("what optimizers allocate that step in the backward", self.hook_bytes),
             ("what the loss was measured to take", loss_point),
             ("further steps", measured.room_bytes),
             ("what of that was measured to be held in the backward", left),
