@@ -25,6 +25,7 @@ from fxremat.progress import LOG
 from fxremat.ranks.peers import Peers
 from fxremat.regions.warnings import NOT_CAPTURED
 from fxremat.runtime import cuda_graph
+from fxremat.runtime.host_parameter import parameter_of
 from fxremat.runtime.steps import Step, latest_step
 from fxremat.training.training import PACKAGE, DryRunFinished, Training
 
@@ -205,7 +206,8 @@ def _graph_of(
     inputs, options, loop = _real_inputs(joint, example_inputs), training.options, training.loop
     made = torch_compat.differentiated_primals(joint, forward_output_count=output_count)
     gradients = [inputs[primal] for primal in made if primal in inputs]
-    training.differentiated.update((id(own), weakref.ref(own)) for own in gradients)
+    leaves = (own for own in map(parameter_of, gradients) if own is not None)
+    training.differentiated.update((id(own), weakref.ref(own)) for own in leaves)
     several = training.regions.several
     with torch_compat.without_autotuning():
         graph = Graph(

@@ -125,7 +125,7 @@ def counted_state(
     if gradients is not None:
         used = {torch_compat.storage_key(t) for t in gradients}
         for parameter in model.parameters():
-            if used.isdisjoint(torch_compat.storages_of(parameter)):
+            if used.isdisjoint(torch_compat.storage_keys(parameter)):
                 left_out.add(id(parameter))
     return tuple(n for own, sizes in state.items() if own not in left_out for n in sizes)
 

@@ -15,19 +15,19 @@ from fxremat.planner.transfers.transfers import HostMemory
 from fxremat.runtime.host_parameter import HostParameter, homes
 
 
-def movable(model: nn.Module) -> list[nn.Parameter]:
+def movable(model: nn.Module, *, trained: bool = False) -> list[nn.Parameter]:
     """Return the parameters of a model that may live in host memory, the largest first.
 
-    They are frozen and dense, they share no memory with other tensors, and they are not among the
-    smallest ones, which together have :data:`SMALL_SHARE` of the bytes: copying these takes longer
-    than their bytes are worth.
+    They are frozen, or also ``trained``. They are dense, they share no memory with other tensors,
+    and they are not among the smallest ones, which together have :data:`SMALL_SHARE` of the bytes:
+    copying these takes longer than their bytes are worth.
     """
     distinct = {id(own): own for own in torch_compat.tensors_of_module(model)}.values()
     users = Counter(key for own in distinct for key in torch_compat.storages_of(own))
     plain: list[nn.Parameter] = [own for own in distinct if type(own) is nn.Parameter]
-    frozen = [own for own in plain if not own.requires_grad and _is_whole(own)]
+    able = [own for own in plain if (trained or not own.requires_grad) and _is_whole(own)]
     ordered = sorted(
-        (own for own in frozen if users[torch_compat.storage_key(own)] == 1),
+        (own for own in able if users[torch_compat.storage_key(own)] == 1),
         key=lambda own: own.nbytes,
     )
     small_bytes, total_bytes = 0, sum(own.nbytes for own in plain)
@@ -118,6 +118,7 @@ class Moved:
                 made = homes(group, folder=host.folder, limit=host.limit)
                 for own in group:
                     _replace(own, HostParameter.of(own, made.pop(0)))
+                    own.claim()  # type: ignore[attr-defined]
                     self._moved.append(own)
         except BaseException:
             self.undo()

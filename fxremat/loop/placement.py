@@ -17,6 +17,7 @@ from fxremat.ir import MeasuredLink, TrainingState
 from fxremat.loop.optimizer_state import copied_optimizer
 from fxremat.loop.windows import KEPT_BYTES, WindowedStep
 from fxremat.runtime.arena import HostLimit
+from fxremat.runtime.host_parameter import HostParameter
 from fxremat.runtime.host_tensor import HostSpace
 from fxremat.runtime.slots import slot_bytes
 
@@ -157,7 +158,8 @@ def trained_parameters(
 
 
 def _may_live_on_host(parameter: Tensor) -> bool:
-    return parameter.requires_grad and type(parameter) is nn.Parameter and parameter.is_leaf
+    is_plain = type(parameter) in (nn.Parameter, HostParameter)
+    return parameter.requires_grad and is_plain and parameter.is_leaf
 
 
 def large_parameters(

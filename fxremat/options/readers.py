@@ -104,7 +104,8 @@ def _read_offload(argument: str, value: Any) -> transfers.HostMemory | None:
         folder=cast("str | None", host.folder),
         state=bool(host.state),
         all_state=host.state == "all",
-        parameters=host.parameters,
+        parameters=bool(host.parameters),
+        all_parameters=host.parameters == "all",
     )
 
 

@@ -66,9 +66,10 @@ class HostMemory:
             host memory. As much of them does as makes the step fastest within the budget. The
             optimizer steps some parameters at a time, on the device, with the same bits as without.
             ``"all"``: all of them do, whatever the budget is.
-        parameters: whether frozen parameters may live in host memory: a step then copies each to
+        parameters: ``True``: frozen parameters may live in host memory. A step then copies each to
             the device before an operation reads it, and frees it afterwards. None is moved where
-            everything fits on the device.
+            everything fits on the device. ``"all"``: trained parameters may live there as well. An
+            operator of the optimizer copies each to the device and back.
 
     Raises:
         ArgumentError: a value cannot be read.
@@ -78,7 +79,7 @@ class HostMemory:
     limit: int | str | None = None
     folder: str | os.PathLike[str] | None = None
     state: bool | Literal["all"] = False
-    parameters: bool = False
+    parameters: bool | Literal["all"] = False
 
     def __post_init__(self) -> None:
         if not (isinstance(self.what, str) and self.what in get_args(What)):
@@ -89,8 +90,8 @@ class HostMemory:
             object.__setattr__(self, "folder", _read_folder("folder", self.folder))
         if not isinstance(self.state, bool) and self.state != "all":
             refuse("state", self.state, "True, False or 'all'")
-        if not isinstance(self.parameters, bool):
-            refuse("parameters", self.parameters, "True or False")
+        if not isinstance(self.parameters, bool) and self.parameters != "all":
+            refuse("parameters", self.parameters, "True, False or 'all'")
 
 
 def read_bytes(argument: str, value: object, *, most: int | None = None) -> int:

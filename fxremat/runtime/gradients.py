@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fxremat import torch_compat
 from fxremat.errors import BackwardError
+from fxremat.runtime.host_parameter import parameter_of
 from fxremat.runtime.host_tensor import HostTensor
 
 _accumulating = threading.RLock()
@@ -59,8 +60,14 @@ class Contributors:
 
 
 def leaves_among(values: Sequence[Any]) -> list[Tensor | None]:
-    """Return ``values`` with ``None`` in place of non-leaves and tensor subclasses."""
-    return [value if type(value) in _PLAIN and value.is_leaf else None for value in values]
+    """Return ``values`` with ``None`` in place of non-leaves and tensor subclasses.
+
+    In place of the bytes of a parameter in host memory there is the parameter.
+    """
+    leaves = [value if type(value) in _PLAIN and value.is_leaf else None for value in values]
+    if not torch_compat.any_in_host():
+        return leaves
+    return [None if leaf is None else parameter_of(leaf) for leaf in leaves]
 
 
 def with_gradients(leaves: Sequence[Tensor | None]) -> frozenset[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +30,19 @@ from fxremat.runtime.slots import assign_slots, slot_bytes
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Home:
     """The part of host memory that has the bytes of one parameter.
 
     Attributes:
         lease: the transfers to it and from it.
         address: where the lease's memory begins.
+        parameter: returns the parameter, while it exists; ``None``: it is not known.
     """
 
     lease: Lease
     address: int
+    parameter: Callable[[], Tensor | None] | None = None
 
     def offset_of(self, part: Tensor) -> int:
         return part.data_ptr() - self.address
@@ -197,6 +199,12 @@ class HostParameter(torch_compat.OffDevice):
             _store(tensor.detach(), host)
         return cls(host, tensor.device)
 
+    def claim(self) -> None:
+        """Make this the tensor that :func:`parameter_of` returns for the bytes."""
+        home = _home_of(self.host)
+        if home is not None:
+            home.parameter = weakref.ref(self)
+
     def on_device(self) -> Tensor:
         """Return a copy on the device."""
         copied: Tensor = fetch(self.host, self.device)
@@ -259,6 +267,17 @@ class HostParameter(torch_compat.OffDevice):
         if count > 1:
             return one_by_one(_run, func, args, kwargs, count)
         return _run(func, args, kwargs)
+
+
+def parameter_of(host: Tensor) -> Tensor | None:
+    """Return the parameter whose bytes ``host`` has; ``host`` itself if it is not in host memory.
+
+    The result is ``None`` if no parameter has claimed the bytes, or it does not exist any more.
+    """
+    home = _home_of(host)
+    if home is None:
+        return host
+    return None if home.parameter is None else home.parameter()
 
 
 def _restored(host: Tensor, device: torch.device, requires_grad: bool) -> nn.Parameter:

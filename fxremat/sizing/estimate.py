@@ -196,7 +196,7 @@ def _in_host(model: nn.Module, asked: Asked) -> frozenset[int]:
     if host is None or not host.parameters:
         return frozenset()
     refuse_unmovable(model)
-    return frozenset(map(id, within(movable(model), host.limit_bytes)))
+    return frozenset(map(id, within(movable(model, trained=host.all_parameters), host.limit_bytes)))
 
 
 def _host(asked: Asked) -> HostMemory | None:

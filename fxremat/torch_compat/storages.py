@@ -50,6 +50,11 @@ def note_in_host(tensor: torch.Tensor, owner: object) -> None:
     _in_host[tensor.untyped_storage().data_ptr()] = owner
 
 
+def any_in_host() -> bool:
+    """Return whether any storage was noted by :func:`note_in_host` and still exists."""
+    return bool(_in_host)
+
+
 def host_owner(tensor: torch.Tensor) -> Any:
     """Return the owner of the storage of ``tensor`` if it is in host memory, else ``None``."""
     if not (_in_host and type(tensor) in _PLAIN and tensor.is_cpu):
@@ -130,7 +135,7 @@ def swap(first: torch.Tensor, second: torch.Tensor) -> str:
     """
     tensors: list[Any] = [first, second]
     for tensor in tensors:
-        if tensor._use_count() > 1 + (tensor.is_leaf and tensor.requires_grad):
+        if tensor._use_count() > 1:
             return "an autograd graph, or code in C++, refers to it"
     for name in ("__class__", "__dict__"):
         own, other = getattr(first, name), getattr(second, name)
@@ -186,6 +191,15 @@ def storages_of(tensor: torch.Tensor) -> dict[int, int]:
     """Return the bytes of each storage of a tensor, by its identity while the tensor is alive."""
     storages: list[Any] = [part.untyped_storage() for part in dense_parts(tensor)]
     return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def storage_keys(tensor: torch.Tensor) -> set[int]:
+    """Return the identity of each storage of a tensor, also of those in host memory."""
+    if is_wrapper(tensor):
+        return {key for own in wrapped_tensors(tensor) for key in storage_keys(own)}
+    if type(tensor) in _PLAIN and torch._C._has_storage(tensor):
+        return {storage_key(tensor)}
+    return {*storages_of(tensor)}
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

@@ -313,3 +313,72 @@ def test_a_saved_plan_is_followed(tmp_path: Path):
         other, TOKENS, plan=fxremat.Plan.load(tmp_path / "plan.json"), offload=HOST, assume="strict"
     )
     check_same(trained(other, again), expected)
+
+
+ALL = fxremat.HostMemory(parameters="all")
+
+
+def whole() -> nn.Module:
+    """A model all of whose parameters are trained."""
+    model = Adapters()
+    model.requires_grad_()
+    return model
+
+
+def trained_with(
+    model: nn.Module, budget: Any, optimizer: Callable[..., torch.optim.Optimizer], **options: Any
+) -> tuple[list[Tensor], fxremat.CompiledModule]:
+    """What ten steps with clipped gradients leave, and the compiled model."""
+    own = optimizer(model.parameters())
+    call = fxremat.compile(model, TOKENS, budget, optimizer=own, assume="strict", **options)
+    torch.manual_seed(5)
+    for _ in range(10):
+        call(TOKENS).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        own.step()
+        own.zero_grad()
+    state = [v for s in own.state.values() for v in s.values() if isinstance(v, Tensor)]
+    return [*(p.detach().clone() for p in model.parameters()), *(v.clone() for v in state)], call
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_trained_parameters_in_host_memory_get_the_same_bits(name: str):
+    expected, without = trained_with(whole(), "min", OPTIMIZERS[name])
+    model = whole()
+    left, call = trained_with(model, "min", OPTIMIZERS[name], offload=ALL)
+    assert any(own.requires_grad for own in in_host(model))
+    assert call.plans[0].least_budget_bytes < without.plans[0].least_budget_bytes
+    check_same(left, expected)
+
+
+def test_trained_parameters_and_state_in_host_memory_get_the_same_bits():
+    expected, without = trained_with(whole(), "min", OPTIMIZERS["adamw"])
+    both = fxremat.HostMemory(state=True, parameters="all")
+    left, call = trained_with(whole(), "min", OPTIMIZERS["adamw"], offload=both)
+    assert call.plans[0].least_budget_bytes < 0.6 * without.plans[0].least_budget_bytes
+    check_same(left, expected)
+
+
+def test_gradients_of_trained_parameters_are_counted_once():
+    model = whole()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    call = fxremat.compile(model, TOKENS, "min", optimizer=own, offload=ALL)
+
+    def step() -> None:
+        call(TOKENS).backward()
+
+    for _ in range(6):
+        step()
+        own.step()
+    assert peak_of(step, device=TOKENS.device, resident_bytes=resident_bytes(model, step)) <= (
+        call._training.loop.budget.nbytes
+    )

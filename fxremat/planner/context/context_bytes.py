@@ -184,7 +184,9 @@ def context_bytes_of(
         given_each_bytes=given,
         tangent_each_bytes=tangents,
         loss_point_small_bytes=caller.loss_small_bytes,
-        gradient_each_bytes=tuple(_dense_bytes(node, sizes) for node in joint.primals),
+        gradient_each_bytes=tuple(
+            _dense_bytes(node, sizes, joint.device) for node in joint.primals
+        ),
     )
 
 
@@ -238,9 +240,13 @@ def _unread_bytes(
                 yield allocated_bytes(nbytes, tensor.device)
 
 
-def _dense_bytes(primal: fx.Node, sizes: Mapping[str, int]) -> int:
-    is_dense = is_tensor(primal) and len(layouts_of(primal)) == 1
-    return _tensor_bytes(primal, sizes) if is_dense else 0
+def _dense_bytes(primal: fx.Node, sizes: Mapping[str, int], device: torch.device) -> int:
+    """Return the bytes of a gradient of ``primal`` on ``device``; 0 if it is no dense tensor."""
+    if not (is_tensor(primal) and len(layouts_of(primal)) == 1):
+        return 0
+    return allocated_bytes(
+        _element_count(primal, sizes) * primal.meta["val"].element_size(), device
+    )
 
 
 def _tensor_bytes(node: fx.Node, sizes: Mapping[str, int]) -> int:
@@ -271,7 +277,9 @@ def wrapped_gradient_bytes(resident: Iterable[torch.Tensor]) -> int:
     ``resident`` are parameters and buffers of the model, and arguments of its call. A graph reads
     only the tensors that these wrap, which have no gradient themselves.
     """
-    leaves = (t for t in resident if torch_compat.is_wrapper(t) and t.is_leaf)
+    wrappers = (t for t in resident if torch_compat.is_wrapper(t) and t.is_leaf)
+    # A graph that reads a parameter in host memory counts its gradient.
+    leaves = [t for t in wrappers if not isinstance(t, torch_compat.OffDevice)]
     gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
     return sum(
         allocated_bytes(nbytes, gradient.device)

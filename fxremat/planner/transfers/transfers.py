@@ -44,6 +44,7 @@ class HostMemory:
         state: optimizer state and gradients may live in host memory, too.
         all_state: all of them do, whatever the budget is.
         parameters: frozen parameters may live there.
+        all_parameters: trained ones, too.
         link: speed of the link if the step is estimated without access to the host; ``None``: it is
             measured.
         limit: the limit that the arenas of all plans for this memory share.
@@ -57,6 +58,7 @@ class HostMemory:
     state: bool = False
     all_state: bool = False
     parameters: bool = False
+    all_parameters: bool = False
     limit: HostLimit = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
