@@ -121,6 +121,11 @@ class Loop:
         if self.hosting is not None:
             self.hosting.release()
 
+    @property
+    def moves_gradients(self) -> bool:
+        """Whether some gradients are moved to host memory."""
+        return self.hosting is not None and bool(self.hosting.placement.gradients)
+
     def held_tensors(self) -> list[torch.Tensor]:
         """Return parameters, buffers, gradients and optimizer state of the model."""
         model = self.model()
