@@ -63,6 +63,9 @@ def context_fields(
     if loop.hosting is not None:
         hosted = loop.hosting.gradients_among(leaves, gradients)
         step_bytes = loop.hosting.placement.step_bytes
+        if step_bytes:
+            given = (v for v in values if type(v) is Tensor)
+            loop.input_bytes = sum(torch_compat.storages_on(graph.device, given).values())
         if not loop.optimizers.all_have_stepped:  # else what is on the device is counted
             state_bytes -= loop.hosting.state_bytes(leaves, gradients)
     taken: frozenset[int] = frozenset()

@@ -229,7 +229,7 @@ def run_backward(step: Step, args: list[Any]) -> Sequence[Any]:
         own=graph.own_gradients,
         contributors=calls.contributors,
         others=in_flight.has_others(step),
-        leaving=None if loop.hosting is None else loop.hosting.take_gradient,
+        hosting=loop.hosting if loop.moves_gradients else None,
         assumed=step.context.taken,
         note_held=functools.partial(learn_untaken, loop, graph, step),
     )

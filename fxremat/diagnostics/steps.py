@@ -256,6 +256,29 @@ HOST = (
         needs="an emitted graph that is run by itself",
         test="tests/runtime/test_arena.py::test_a_module_that_is_gone",
     ),
+    Diagnostic(
+        "FXR725",
+        TransferError,
+        "A gradient in host memory cannot do what a plain one does",
+        why="With `HostMemory(state=True)` gradients and optimizer state are in host memory "
+        "between operators. Every operator takes them. They have no address on the device, and "
+        "their shape, strides and storage cannot be changed in place.",
+        remedy="Use `.clone()`, which is a plain tensor on the device.",
+        trouble="""
+        optimizer = torch.optim.AdamW(model.parameters())
+        host = fxremat.HostMemory("auto", state="all")
+        compiled = fxremat.compile(model, x, "64 MiB", optimizer=optimizer, offload=host)
+        compiled(x).sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        addresses = [gradient.data_ptr() for gradient in gradients]
+        """,
+        remedies=(
+            """
+            copies = [gradient.clone() for gradient in gradients]
+            addresses = [copy.data_ptr() for copy in copies]
+            """,
+        ),
+    ),
 )
 
 RANKS = (

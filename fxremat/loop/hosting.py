@@ -17,7 +17,7 @@ from fxremat.loop.windows import WindowedStep
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.host_tensor import HostSpace, Place
 
-NOTHING = Placement({}, {}, 0, 0.0, 0.0, 0.0)
+NOTHING = Placement({}, {}, 0, 0, 0.0, 0.0, 0.0)
 
 
 @dataclass(eq=False)
@@ -103,6 +103,14 @@ class Hosting:
         if placement.host_bytes:
             self.space.reserve(placement.host_bytes)
         self.placement, self.is_chosen = placement, True
+        try:
+            self._replace_steps(placement)
+        except BaseException:
+            self.release()
+            self.is_chosen = False
+            raise
+
+    def _replace_steps(self, placement: Placement) -> None:
         if not (placement.state or placement.gradients):
             return
         temporary = max(own.costs.temporary for own in self.trained)
@@ -112,12 +120,12 @@ class Hosting:
                 step = WindowedStep(
                     optimizer,
                     space=self.space,
-                    is_hosted=lambda parameter: id(parameter) in placement.state,
+                    hosted_bytes=lambda parameter: placement.state.get(id(parameter), 0),
                     room=self.room,
                     temporary=temporary,
                 )
-                step.move_existing_state()
                 self._steps.append(step)
+                step.move_existing_state()
 
     def release(self) -> None:
         """Move everything back to the device, and give the optimizers their own ``step``."""
@@ -136,7 +144,12 @@ class Hosting:
             computed: the primals that the graph computes a gradient of.
         """
         hosted = self.placement.gradients
-        return frozenset([i for i in computed if id(leaves[i]) in hosted])
+        if not hosted:
+            return frozenset()
+        pairs = [(i, leaves[i]) for i in computed]
+        return frozenset(
+            [i for i, p in pairs if p is not None and id(p) in hosted and not p._backward_hooks]
+        )
 
     def state_bytes(self, leaves: Sequence[Tensor | None], computed: Iterable[int]) -> int:
         """Return the bytes of state in host memory of the primals ``computed``."""
@@ -146,15 +159,38 @@ class Hosting:
     def take_gradient(self, leaf: Tensor, gradient: Tensor) -> Tensor:
         """Return ``gradient`` as a tensor in host memory, if that is where the leaf's belongs.
 
-        It stays on the device while another gradient of the leaf is in host memory, because
-        autograd adds it to that one.
+        It stays on the device if autograd, or a hook of the leaf, computes something of it:
+        :meth:`collect` moves the result.
 
         Raises:
             HostMemoryError, TransferError: it cannot be copied.
         """
-        if id(leaf) not in self.placement.gradients or leaf.grad is not None:
+        if leaf.grad is not None or leaf._backward_hooks or not self._may_leave(leaf, gradient):
             return gradient
+        return self._put(leaf, gradient)
+
+    def collect(self, leaves: Iterable[Tensor | None]) -> None:
+        """Move the gradients that have been accumulated on the device to host memory.
+
+        Raises:
+            HostMemoryError, TransferError: one cannot be copied.
+        """
+        for leaf in leaves:
+            gradient = None if leaf is None else leaf.grad
+            if leaf is not None and gradient is not None and self._may_leave(leaf, gradient):
+                leaf.grad = self._put(leaf, gradient)
+
+    def _may_leave(self, leaf: Tensor, gradient: Tensor) -> bool:
+        return (
+            id(leaf) in self.placement.gradients
+            and type(gradient) is Tensor
+            and gradient.layout is torch.strided
+            and not gradient.requires_grad
+            and (gradient.shape, gradient.dtype) == (leaf.shape, leaf.dtype)
+        )
+
+    def _put(self, leaf: Tensor, gradient: Tensor) -> Tensor:
         place = self._places.get(id(leaf))
-        if place is None:
+        if place is None or not place.is_free:
             place = self._places[id(leaf)] = self.space.place(leaf.nbytes)
-        return place.put(gradient) if place.is_free else gradient
+        return place.put(gradient, like=leaf)

@@ -79,6 +79,8 @@ class Loop:
         planning: the lock of planning: evaluators of one step share buffers.
         born: number of the compilation of the model, in one order with calls of all models.
         last_call: number of the latest call of the model; 0: it was never called.
+        input_bytes: bytes of the inputs and buffers of the latest call, if an optimizer steps some
+            parameters at a time.
         on_new: is called with each new plan.
     """
 
@@ -101,6 +103,7 @@ class Loop:
     comparison: Comparison = field(default_factory=lambda: Comparison(0))
     born: int = field(default_factory=lambda: next(_clock))
     last_call: int = 0
+    input_bytes: int = 0
     on_new: Callable[[Any], None] | None = None
     _slack_bytes: int = 0  # the most that was measured
     _all_slack_bytes: int = 0  # of all on the device, when that was measured
@@ -120,6 +123,11 @@ class Loop:
         _loops.discard(self)
         if self.hosting is not None:
             self.hosting.release()
+
+    @property
+    def moves_gradients(self) -> bool:
+        """Whether some gradients are moved to host memory."""
+        return self.hosting is not None and bool(self.hosting.placement.gradients)
 
     def held_tensors(self) -> list[torch.Tensor]:
         """Return parameters, buffers, gradients and optimizer state of the model."""
@@ -152,7 +160,7 @@ class Loop:
         kept_bytes = self.in_flight.kept_bytes(())
         given_bytes = sum(self.caller.target_bytes) + self.caller.reserve_bytes
         held_bytes = sum(held.values()) + kept_bytes + given_bytes + coming_bytes
-        held_bytes += self.networks_bytes()
+        held_bytes += self.networks_bytes() + self.input_bytes
         return max(0, self.budget.nbytes - held_bytes)
 
     def look_outside(self, arguments: Iterable[torch.Tensor]) -> None:

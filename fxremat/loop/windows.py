@@ -7,7 +7,6 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,82 +14,15 @@ from torch import Tensor
 
 from fxremat import torch_compat
 from fxremat.errors import TransferError
-from fxremat.runtime.host_tensor import Content, HostSpace, HostTensor, arrive
+from fxremat.loop.window import Before, Entry, Fetched, Gradient, Leaving, Stepped, may_leave
+from fxremat.runtime.host_tensor import Content, HostSpace, HostTensor
 from fxremat.units import plural
-
-KEPT_BYTES = 4096
-"""State of at most this size stays on the device, such as a count of steps."""
 
 MOST_WINDOW_BYTES = 1 << 30
 """A larger window makes transfers no faster, and its first and last transfers overlap nothing."""
 
 Window = tuple[tuple[dict[str, Any], list[Tensor]], ...]
 """Parameters that an optimizer steps together, with their groups."""
-
-
-@dataclass(slots=True)
-class _Gradient:
-    """A gradient in host memory, and its copy on the device with that copy's version."""
-
-    parameter: Tensor
-    host: HostTensor
-    copy: Tensor
-    version: int = 0
-
-
-@dataclass(slots=True)
-class _Entry:
-    """An entry of a parameter's state in host memory, and its copy on the device."""
-
-    state: dict[Any, Any]
-    name: Any
-    host: HostTensor
-    copy: Tensor
-
-
-@dataclass(slots=True)
-class _Fetched:
-    """The copies on the device of what a window reads."""
-
-    gradients: list[_Gradient] = field(default_factory=list)
-    state: list[_Entry] = field(default_factory=list)
-
-    def put_in_place(self) -> None:
-        """Give gradients and state of the device to the parameters."""
-        for gradient in self.gradients:
-            arrive(gradient.copy)
-        for entry in self.state:
-            arrive(entry.copy)
-        for gradient in self.gradients:
-            gradient.version = gradient.copy._version
-            gradient.parameter.grad = gradient.copy
-        for entry in self.state:
-            entry.state[entry.name] = entry.copy
-
-    def take_back(self) -> None:
-        """Give the parameters what is in host memory again."""
-        for gradient in self.gradients:
-            gradient.parameter.grad = gradient.host
-        for entry in self.state:
-            entry.state[entry.name] = entry.host
-
-
-@dataclass(slots=True)
-class _Leaving:
-    """An entry of state that is being copied to host memory."""
-
-    state: dict[Any, Any]
-    name: Any
-    content: Content
-    source: Tensor
-
-    def end(self) -> None:
-        """Wait for the copy, and let the state refer to it.
-
-        If the copy fails, the state remains on the device.
-        """
-        self.content.place.wait_until_written()
-        self.state[self.name] = HostTensor(self.content)
 
 
 class WindowedStep:
@@ -108,7 +40,8 @@ class WindowedStep:
     Args:
         optimizer: the optimizer, whose ``step`` is replaced. It is not kept alive.
         space: host memory for its state.
-        is_hosted: returns whether the state of a parameter is in host memory.
+        hosted_bytes: returns the bytes of a parameter's state in host memory; 0: its state is on
+            the device.
         room: returns the bytes that a step may have on the device in addition to what is held
             between steps; ``None``: as few as possible. A parameter with more is a window by
             itself.
@@ -120,23 +53,76 @@ class WindowedStep:
         optimizer: torch.optim.Optimizer,
         *,
         space: HostSpace,
-        is_hosted: Callable[[Tensor], bool],
+        hosted_bytes: Callable[[Tensor], int],
         room: Callable[[], int | None] = lambda: None,
         temporary: float = 2.0,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._space = space
-        self._is_hosted = is_hosted
+        self._hosted_bytes = hosted_bytes
         self._room = room
         self._temporary = temporary
         self._run = torch_compat.unhooked_step(optimizer)
-        # Parameters that a failed step has stepped, with their gradients' identity and version.
-        self._stepped: dict[Tensor, tuple[int, int]] = {}
-        torch_compat.replace_step(optimizer, self._step)
+        # Parameters that a failed step has stepped. After a failure state may be on the device.
+        self._stepped: dict[Tensor, Stepped] = {}
+        self._has_failed = False
+        # Another model's, which has some of the parameters.
+        self._former = _latest.get(optimizer, _no_step)
+        _latest[optimizer] = weakref.ref(self)
+        self._restore_step = torch_compat.replace_step(optimizer, self._step)
         self._hooks = (
-            optimizer.register_state_dict_post_hook(_as_plain),
-            optimizer.register_load_state_dict_post_hook(weak_call(self.move_existing_state)),
+            optimizer.register_state_dict_post_hook(_as_plain, prepend=True),
+            optimizer.register_load_state_dict_pre_hook(_weakly(self._store_loaded)),
+            optimizer.register_load_state_dict_post_hook(_weakly(self._end_loading)),
         )
+
+    def _is_hosted(self, parameter: Tensor) -> bool:
+        former = self._former()
+        return self._hosted_bytes(parameter) > 0 or (
+            former is not None and former._is_hosted(parameter)
+        )
+
+    def _store_loaded(
+        self, optimizer: torch.optim.Optimizer, loaded: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return the state dict ``loaded`` with what belongs there in host memory already.
+
+        So there is never all of it on the device.
+        """
+        ids = [own for group in loaded["param_groups"] for own in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if len(ids) != len(parameters):
+            return None  # which is an error of torch's
+        state = dict(loaded["state"])
+        for own, parameter in zip(ids, parameters, strict=True):
+            if own in state and self._is_hosted(parameter):
+                before = optimizer.state.get(parameter, {})
+                state[own] = {
+                    name: self._stored(value, before.get(name), parameter)
+                    for name, value in state[own].items()
+                }
+        return {**loaded, "state": state}
+
+    def _stored(self, value: Any, before: Any, parameter: Tensor) -> Any:
+        """Return a loaded entry of state in host memory if it may be there, as torch converts it.
+
+        It takes the place of the entry ``before``.
+        """
+        if not isinstance(value, Tensor) or isinstance(value, HostTensor):
+            return value
+        converted = value.to(
+            device=parameter.device,
+            dtype=parameter.dtype if parameter.is_floating_point() else value.dtype,
+        )
+        if not may_leave(converted, parameter):
+            return value
+        content = self._content(converted, before if isinstance(before, HostTensor) else None)
+        content.store(converted)
+        return HostTensor(content)
+
+    def _end_loading(self, _optimizer: torch.optim.Optimizer) -> None:
+        self._stepped.clear()
+        self.move_existing_state()
 
     def move_existing_state(self) -> None:
         """Move the state that exists to host memory."""
@@ -145,23 +131,27 @@ class WindowedStep:
         for parameter, state in optimizer.state.items():
             if self._is_hosted(parameter):
                 for name, value in state.items():
-                    if _may_leave(value, parameter):
+                    if may_leave(value, parameter):
                         content = Content(self._space.place(value.nbytes), value)
                         content.store(value)
                         state[name] = HostTensor(content)
 
     def remove(self) -> None:
         """Give the optimizer its own ``step`` again, and its state back to the device."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        torch_compat.restore_step(optimizer)
         for hook in self._hooks:
             hook.remove()
-        for state in optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, HostTensor):
-                    state[name] = value.on_device()
+        optimizer = self._optimizer()
+        self._restore_step()
+        if optimizer is None or _latest.get(optimizer, _no_step)() is not self:
+            self._hosted_bytes = lambda _: 0  # another model's step has replaced this one
+            return
+        _latest[optimizer] = self._former
+        former = self._former()
+        for parameter, state in optimizer.state.items():
+            if former is None or not former._is_hosted(parameter):
+                for name, value in state.items():
+                    if isinstance(value, HostTensor):
+                        state[name] = value.on_device()
 
     def _step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
         """Step all parameters, one window after the other; return the closure's loss.
@@ -189,60 +179,69 @@ class WindowedStep:
         try:
             try:
                 self._step_windows(optimizer, room_bytes)
-            except (TransferError, torch.OutOfMemoryError):
+            except (TransferError, torch.OutOfMemoryError, MemoryError):
+                self._has_failed = True
                 self._step_windows(optimizer, 0)
-        except Exception as error:
+            if self._has_failed:
+                self.move_existing_state()
+        except BaseException as error:
+            self._has_failed = True
             self._note(error, optimizer)
             raise
+        self._has_failed = False
         self._stepped.clear()
 
     def _step_windows(self, optimizer: torch.optim.Optimizer, room_bytes: int | None) -> None:
         windows, overlap = self._windows(optimizer, room_bytes)
-        fetched = _Fetched()
-        leaving: list[_Leaving] = []
+        fetched, following = Fetched(), Fetched()
+        leaving: list[Leaving] = []
         try:
             for number, window in enumerate(windows):
-                if number == 0 or not overlap:
-                    fetched = self._fetch(optimizer, window)
+                if overlap and number:
+                    fetched, following = following, Fetched()
+                else:
+                    fetched = Fetched()  # frees the memory of the window before
+                    if not overlap:
+                        _end(leaving)
+                    self._fetch(optimizer, window, fetched)
                 fetched.put_in_place()
                 _end(leaving)
-                following = _Fetched()
-                try:
-                    if overlap and number + 1 < len(windows):
-                        following = self._fetch(optimizer, windows[number + 1])
-                    self._run_window(optimizer, window)
-                except BaseException:
-                    fetched.take_back()
-                    raise
-                for _, parameters in window:
-                    self._stepped |= {p: _gradient_key(p) for p in parameters}
-                leaving = self._start_storing(optimizer, window, fetched)
-                fetched = following
-        finally:
-            _end(leaving)
+                if overlap and number + 1 < len(windows):
+                    self._fetch(optimizer, windows[number + 1], following)
+                self._run_window(optimizer, window, fetched)
+                self._finish(optimizer, window, fetched, leaving)
+        except BaseException:
+            fetched.take_back()
+            with contextlib.suppress(TransferError):  # the state then stays on the device
+                _end(leaving)
+            raise
+        _end(leaving)
 
-    def _run_window(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
+    def _run_window(
+        self, optimizer: torch.optim.Optimizer, window: Window, fetched: Fetched
+    ) -> None:
         """Run the optimizer's own step for the parameters of ``window``.
 
-        If it raises, the parameters are as before.
+        If it raises, the parameters and their state are as before.
         """
         groups = optimizer.param_groups
         everything = [(group, group["params"]) for group, _ in window]
-        backup = [p.detach().clone() for _, parameters in window for p in parameters]
+        parameters = [p for _, own in window for p in own]
+        before = Before(
+            optimizer, parameters, {(id(entry.state), entry.name) for entry in fetched.state}
+        )
         try:
-            for group, parameters in window:
-                group["params"] = parameters
+            for group, own in window:
+                group["params"] = own
             optimizer.param_groups = [group for group, _ in window]
             self._run(optimizer)
         except BaseException:
-            changed = (p for _, parameters in window for p in parameters)
-            for parameter, before in zip(changed, backup, strict=True):
-                parameter.detach().copy_(before)
+            before.restore()
             raise
         finally:
             optimizer.param_groups = groups
-            for group, parameters in everything:
-                group["params"] = parameters
+            for group, own in everything:
+                group["params"] = own
 
     def _windows(
         self, optimizer: torch.optim.Optimizer, room_bytes: int | None
@@ -252,10 +251,7 @@ class WindowedStep:
         If they do, three windows at a time have memory: one arrives and one leaves. Parameters that
         a failed step has stepped are left out if this step continues it.
         """
-        continued = self._stepped and all(
-            _gradient_key(parameter) == key for parameter, key in self._stepped.items()
-        )
-        if not continued:
+        if not all(own.is_current(parameter) for parameter, own in self._stepped.items()):
             self._stepped.clear()
         costs = {
             parameter: self._bytes_of(optimizer, parameter)
@@ -282,50 +278,66 @@ class WindowedStep:
 
     def _bytes_of(self, optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
         """Return the bytes that stepping ``parameter`` takes in addition to what is held."""
-        state = optimizer.state.get(parameter, {}).values()
-        tensors = [value for value in (parameter.grad, *state) if isinstance(value, HostTensor)]
-        moved_bytes = sum([tensor.content.meta.nbytes for tensor in tensors])
-        if not state and self._is_hosted(parameter):
-            moved_bytes += 2 * parameter.nbytes  # it is allocated now
-        return moved_bytes + int((1 + self._temporary) * parameter.nbytes)
+        state = optimizer.state.get(parameter, {})
+        tensors = [own for own in (parameter.grad, *state.values()) if isinstance(own, Tensor)]
+        # What is on the device is copied, so that a step that fails can be undone.
+        copied_bytes = sum([t.nbytes for t in tensors if t is not parameter.grad])
+        gradient_bytes = parameter.grad.nbytes if isinstance(parameter.grad, HostTensor) else 0
+        made_bytes = 0 if state else self._hosted_bytes(parameter)
+        own_bytes = int((1 + self._temporary) * parameter.nbytes)
+        return copied_bytes + gradient_bytes + made_bytes + own_bytes
 
-    def _fetch(self, optimizer: torch.optim.Optimizer, window: Window) -> _Fetched:
-        """Start to fetch the gradients and the state of ``window``."""
-        fetched = _Fetched()
+    def _fetch(self, optimizer: torch.optim.Optimizer, window: Window, fetched: Fetched) -> None:
+        """Start to fetch the gradients and the state of ``window`` into ``fetched``."""
         for _, parameters in window:
             for parameter in parameters:
                 gradient = parameter.grad
                 if isinstance(gradient, HostTensor):
                     copy = gradient.of(gradient.content.start_fetching())
-                    fetched.gradients.append(_Gradient(parameter, gradient, copy))
+                    fetched.gradients.append(Gradient(parameter, gradient, copy))
                 state = optimizer.state.get(parameter, {})
                 for name, value in state.items():
                     if isinstance(value, HostTensor):
                         copy = value.content.start_fetching()
-                        fetched.state.append(_Entry(state, name, value, copy))
-        return fetched
+                        fetched.state.append(Entry(state, name, value, copy))
 
-    def _start_storing(
-        self, optimizer: torch.optim.Optimizer, window: Window, fetched: _Fetched
-    ) -> list[_Leaving]:
-        """Start to copy the window's state to host memory, and gradients that were written to."""
-        for gradient in fetched.gradients:
-            if gradient.parameter.grad is gradient.copy:
-                gradient.parameter.grad = gradient.host
-            if gradient.copy._version != gradient.version:
-                gradient.host.copy_(gradient.copy)
+    def _finish(
+        self,
+        optimizer: torch.optim.Optimizer,
+        window: Window,
+        fetched: Fetched,
+        leaving: list[Leaving],
+    ) -> None:
+        """Record that ``window`` is stepped, and start to copy its state to host memory.
+
+        Copies that have started are added to ``leaving``. What fails to be copied stays on the
+        device.
+
+        Raises:
+            TransferError, HostMemoryError: something cannot be copied.
+        """
         hosts = {(id(entry.state), entry.name): entry.host for entry in fetched.state}
-        leaving = []
+        gradients, fetched.gradients, fetched.state = fetched.gradients, [], []
+        failed = None
+        written = getattr(optimizer, "grad_scale", None) is not None  # by a fused step
+        for gradient in gradients:
+            try:
+                gradient.leave(written=written)
+            except TransferError as error:
+                failed = error
+        for _, parameters in window:
+            self._stepped |= {p: Stepped.of(p) for p in parameters}
+        if failed is not None:
+            raise failed
         for _, parameters in window:
             for parameter in filter(self._is_hosted, parameters):
                 state = optimizer.state.get(parameter, {})
                 for name, value in state.items():
-                    if _may_leave(value, parameter):
+                    if may_leave(value, parameter):
                         before = hosts.get((id(state), name))
                         content = self._content(value, before)
                         source = content.start_storing(value)
-                        leaving.append(_Leaving(state, name, content, source))
-        return leaving
+                        leaving.append(Leaving(state, name, content, source))
 
     def _content(self, value: Tensor, before: HostTensor | None) -> Content:
         """Return the content that ``value`` is stored as: that of ``before``, if it fits."""
@@ -339,25 +351,41 @@ class WindowedStep:
                 return before.content
         return Content(self._space.place(value.nbytes), value)
 
-    def _note(self, error: Exception, optimizer: torch.optim.Optimizer) -> None:
+    def _note(self, error: BaseException, optimizer: torch.optim.Optimizer) -> None:
         """Add to ``error`` how many parameters the failed step has stepped."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._stepped:
+        if len(self._stepped) == count:
+            error.add_note(
+                "All parameters have been stepped, with their state. Some of it has remained on "
+                "the device. Call step() again to move it to host memory: nothing is stepped again"
+            )
+        elif self._stepped:
             error.add_note(
                 f"{len(self._stepped)} of {plural(count, 'parameter')} have been stepped, with "
                 "their state. The others, and their state, are as before the step. Call step() "
                 "again to step the others"
             )
+        else:
+            error.add_note("All parameters, and their state, are as before the step")
 
 
-def weak_call(method: Callable[[], object]) -> Callable[..., None]:
-    """Return a function that calls a bound method without arguments while its object exists."""
+_latest: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], WindowedStep | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The latest step of each optimizer."""
+
+
+def _no_step() -> None:
+    return None
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method while its object exists."""
     reference = weakref.WeakMethod(method)
 
-    def call(*_: object) -> None:
+    def call(*given: Any) -> Any:
         alive = reference()
-        if alive is not None:
-            alive()
+        return None if alive is None else alive(*given)
 
     return call
 
@@ -376,7 +404,7 @@ def _as_plain(_optimizer: object, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": plain}
 
 
-def _end(leaving: list[_Leaving]) -> None:
+def _end(leaving: list[Leaving]) -> None:
     """Wait for copies to host memory; those that fail leave the state on the device.
 
     Raises:
@@ -390,22 +418,6 @@ def _end(leaving: list[_Leaving]) -> None:
             failed = error
     if failed is not None:
         raise failed
-
-
-def _gradient_key(parameter: Tensor) -> tuple[int, int]:
-    gradient = parameter.grad
-    return (0, 0) if gradient is None else (id(gradient), gradient._version)
-
-
-def _may_leave(value: object, parameter: Tensor) -> bool:
-    """Return whether an entry of state may be in host memory: a dense tensor of the device."""
-    return (
-        isinstance(value, Tensor)
-        and torch_compat.is_plain(value)
-        and value.layout is torch.strided
-        and value.device == parameter.device
-        and value.nbytes > KEPT_BYTES
-    )
 
 
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +77,16 @@ def with_gradients(leaves: Sequence[Tensor | None]) -> frozenset[int]:
     )
 
 
+class HostedGradients(Protocol):
+    """Moves gradients to host memory."""
+
+    def take_gradient(self, leaf: Tensor, gradient: Tensor) -> Tensor:
+        """Return a leaf's first gradient, in host memory if it is to be there."""
+
+    def collect(self, leaves: Iterable[Tensor | None]) -> None:
+        """Move the leaves' gradients that are on the device at the end of a backward."""
+
+
 def adds(leaf: Tensor) -> bool:
     """Return whether another gradient can be added in place to the ``.grad`` of a leaf."""
     existing = leaf.grad
@@ -104,6 +114,13 @@ def takes(leaf: Tensor, gradient: Tensor) -> bool:
     )
 
 
+def _place(gradient: Tensor) -> int:
+    """Return what identifies the memory of a gradient while that exists."""
+    if isinstance(gradient, HostTensor):
+        return id(gradient.content)
+    return gradient.data_ptr()
+
+
 class Gradients:
     """Passes the gradients of one backward to leaves as soon as possible, and the rest to autograd.
 
@@ -113,8 +130,7 @@ class Gradients:
         own: primals whose gradient fills a storage that nothing else uses.
         contributors: which leaves get their gradient from this graph only.
         others: whether other steps of the model have a pending backward.
-        leaving: is given a leaf and its first gradient, and returns it, in host memory if it
-            belongs in that memory; ``None``: all gradients stay on the device.
+        hosting: moves gradients to host memory; ``None``: all stay on the device.
         assumed: primals whose gradient the step's plan assumes to be taken by a hook at once.
         note_held: called at the end of the backward with those whose gradient was not.
 
@@ -124,7 +140,7 @@ class Gradients:
 
     __slots__ = (
         "__weakref__", "_assumed", "_candidates", "_contributors", "_early", "_expected",
-        "_fed", "_first", "_hooked", "_kept_first", "_leaves", "_leaving", "_nodes",
+        "_fed", "_first", "_hooked", "_hosting", "_kept_first", "_leaves", "_nodes",
         "_note_held", "_own", "_places", "_plain", "_returned", "_task", "_waiting",
         "asked_for",
     )  # fmt: skip
@@ -137,12 +153,12 @@ class Gradients:
         own: frozenset[int],
         contributors: Contributors,
         others: bool,
-        leaving: Callable[[Tensor, Tensor], Tensor] | None = None,
+        hosting: HostedGradients | None = None,
         assumed: frozenset[int] = frozenset(),
         note_held: Callable[[frozenset[int]], None] = lambda _primals: None,
     ) -> None:
         self._leaves = leaves
-        self._leaving = leaving
+        self._hosting = hosting
         self._places = places
         self._nodes = nodes = torch_compat.next_nodes()
         self._plain = torch_compat.all_accumulate(nodes)
@@ -175,8 +191,10 @@ class Gradients:
         for primal, gradient in made.items():
             leaf = leaves[primal]
             if leaf is not None:
-                if self._leaving is not None:
-                    gradient = made[primal] = self._leaving(leaf, gradient)
+                if self._hosting is not None and torch_compat.will_accumulate(
+                    self._nodes[self._places[primal]]
+                ):
+                    gradient = made[primal] = self._hosting.take_gradient(leaf, gradient)
                 if plain and leaf.grad is None and not leaf._post_accumulate_grad_hooks:
                     self._first.append(primal)  # handing it over would free nothing
                 elif self._hand_over(primal, leaf, gradient):
@@ -190,6 +208,9 @@ class Gradients:
             self._note_first(returned)
         if self._candidates or self._expected or self._kept_first or self._waiting:
             torch_compat.after_backward(self._check)
+        if self._hosting is not None:
+            hosting, leaves = self._hosting, self._leaves
+            torch_compat.after_backward(lambda: hosting.collect(leaves))
         return returned
 
     def _note_first(self, returned: Sequence[Tensor | None]) -> None:
@@ -200,7 +221,7 @@ class Gradients:
         sole, joined = self._contributors.sole, self._contributors.joined
         first = [primal for primal in self._first if primal in sole]
         made: list[Any] = [returned[primal] for primal in first]
-        self._kept_first = [(i, g.data_ptr(), g._version) for i, g in zip(first, made, strict=True)]
+        self._kept_first = [(i, _place(g), g._version) for i, g in zip(first, made, strict=True)]
         if len(first) == len(self._first):
             return
         for primal in self._first:
@@ -208,7 +229,7 @@ class Gradients:
                 leaf: Any = self._leaves[primal]
                 gradient: Any = returned[primal]
                 if takes(leaf, gradient):
-                    self._candidates[primal] = gradient.data_ptr(), gradient._version
+                    self._candidates[primal] = _place(gradient), gradient._version
 
     def _hand_over(self, primal: int, leaf: Tensor, gradient: Tensor) -> bool:
         """Put a gradient into the ``.grad`` of its leaf if allowed; return whether that was done.
@@ -231,7 +252,7 @@ class Gradients:
             return False
         if primal not in contributors.sole and not is_only:
             if primal in self._own and takes(leaf, gradient):
-                self._candidates[primal] = gradient.data_ptr(), gradient._version
+                self._candidates[primal] = _place(gradient), gradient._version
                 proxy: Gradients = weakref.proxy(self)  # freed when a backward raises
                 for hook in self._hooks_of(leaf)[:1]:
                     hook.before = lambda: proxy._judge(primal)
@@ -284,7 +305,7 @@ class Gradients:
         now = None if leaf is None else leaf.grad
         if made is None or leaf is None or now is None:
             return
-        if now.data_ptr() == made[0] and now._version == made[1]:
+        if _place(now) == made[0] and now._version == made[1]:
             self._contributors.sole.add(primal)
         elif leaf._backward_hooks:  # these may have replaced it
             self._contributors.sole.discard(primal)
@@ -296,7 +317,7 @@ class Gradients:
         leaves: Sequence[Any] = self._leaves
         for primal, place, version in self._kept_first:
             now = leaves[primal].grad
-            if now is None or now.data_ptr() != place or now._version != version:
+            if now is None or _place(now) != place or now._version != version:
                 return False
         return True
 

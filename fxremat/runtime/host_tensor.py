@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fxremat import torch_compat
+from fxremat.errors import TransferError
 from fxremat.runtime.arena import Arena, HostLimit, lease_of
 from fxremat.runtime.lease import Arrival
 from fxremat.runtime.slots import slot_bytes
@@ -40,6 +41,7 @@ class HostSpace:
         self._limit = limit
         self._blocks: list[tuple[Arena, Tensor]] = []
         self._next = self._end = 0
+        self._places: dict[int, list[Place]] = {}
 
     @property
     def allocated_bytes(self) -> int:
@@ -60,16 +62,22 @@ class HostSpace:
         self._next, self._end = 0, nbytes
 
     def place(self, nbytes: int) -> Place:
-        """Return a place for a tensor of ``nbytes``, in a new block if none has room for it.
+        """Return a place for a tensor of ``nbytes`` that no tensor has its bytes in.
+
+        A place whose tensor is gone is used again. If no block has room, a new one is allocated.
 
         Raises:
             HostMemoryError: a new block is needed and cannot be allocated.
         """
-        taken = slot_bytes(nbytes)
+        taken = max(slot_bytes(nbytes), slot_bytes(1))
+        places = self._places.setdefault(taken, [])
+        for place in places:
+            if place.is_free:
+                return place
         self.reserve(taken)
-        place = Place(self._blocks[-1][1], self._next, nbytes, self.device)
+        places.append(Place(self._blocks[-1][1], self._next, taken, self.device))
         self._next += taken
-        return place
+        return places[-1]
 
 
 class Place:
@@ -77,33 +85,37 @@ class Place:
 
     Attributes:
         nbytes: its size.
+        content: returns what it holds; ``None`` if nothing does any more.
     """
 
-    __slots__ = ("_content", "_device", "_host", "_offset", "nbytes")
+    __slots__ = ("_device", "_host", "_offset", "content", "nbytes")
 
     def __init__(self, host: Tensor, offset: int, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self._host = host
         self._offset = offset
         self._device = device
-        self._content: weakref.ref[Content] | None = None
+        self.content: Callable[[], Content | None] = _nothing
 
     @property
     def is_free(self) -> bool:
         """Whether no tensor has its bytes here."""
-        return self._content is None or self._content() is None
+        return self.content() is None
 
-    def put(self, tensor: Tensor) -> HostTensor:
+    def put(self, tensor: Tensor, *, like: Tensor | None = None) -> HostTensor:
         """Copy ``tensor`` here, and return the tensor that stands for it.
 
         When this returns, the memory of ``tensor`` may be freed in the order of the device.
 
+        Args:
+            tensor: the tensor.
+            like: a tensor of the same shape and dtype that has the strides of the result.
+
         Raises:
             TransferError: the copy failed.
         """
-        content = Content(self, tensor)
+        content = Content(self, tensor, like=like)
         content.store(tensor)
-        self._content = weakref.ref(content)
         return HostTensor(content)
 
     def write(self, storage: Tensor) -> None:
@@ -116,11 +128,15 @@ class Place:
         """Wait, in the order of the device, until the latest :meth:`write` is done."""
         lease_of(self._host).release(offset=self._offset)
 
-    def read(self) -> Tensor:
-        """Start to copy the bytes to the device, and return them; see :class:`Arrival`."""
+    def read(self, nbytes: int) -> Tensor:
+        """Start to copy the first bytes to the device, and return them; see :class:`Arrival`."""
         lease = lease_of(self._host)
         lease.recover()
-        return lease.prefetch(offset=self._offset, nbytes=self.nbytes, device=self._device)
+        return lease.prefetch(offset=self._offset, nbytes=nbytes, device=self._device)
+
+
+def _nothing() -> None:
+    return None
 
 
 class Content:
@@ -134,10 +150,15 @@ class Content:
 
     __slots__ = ("__weakref__", "device", "meta", "place")
 
-    def __init__(self, place: Place, tensor: Tensor) -> None:
+    def __init__(self, place: Place, tensor: Tensor, *, like: Tensor | None = None) -> None:
         self.place = place
+        place.content = weakref.ref(self)
         self.device = tensor.device
-        whole = tensor if _is_whole(tensor) else torch.empty_like(tensor, device="meta")
+        whole = tensor
+        if like is not None:
+            whole = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+        if not _is_whole(whole):
+            whole = torch.empty_like(whole, device="meta")
         self.meta = torch.empty_strided(
             whole.shape, whole.stride(), dtype=tensor.dtype, device="meta"
         )
@@ -160,8 +181,8 @@ class Content:
 
         Pass it to :func:`arrive` before it is read.
         """
-        fresh, meta = self.place.read(), self.meta
-        typed = fresh[: meta.nbytes].view(meta.dtype)
+        meta = self.meta
+        typed = self.place.read(meta.nbytes).view(meta.dtype)
         return typed.as_strided(meta.shape, meta.stride())
 
     def fetch(self) -> Tensor:
@@ -220,9 +241,50 @@ class HostTensor(torch_compat.OffDevice):
         """Return what this is of ``base``, a tensor with all of the content."""
         return base if self._view is None else self._view(base)
 
+    @property
+    def data(self) -> Tensor:
+        """The tensor without a history; what is assigned to it replaces the bytes."""
+        return HostTensor(self.content, self._view)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        layout = value.shape, value.dtype, value.device
+        if self._view is not None or layout != (self.shape, self.dtype, self.device):
+            raise _refused(
+                f"a tensor of shape {tuple(value.shape)} and {value.dtype} on {value.device} "
+                f"cannot be assigned to the .data of {self._described()}"
+            )
+        if not (isinstance(value, HostTensor) and value.content is self.content):
+            self.content.store(value.on_device() if isinstance(value, HostTensor) else value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return a copy as an array."""
+        return self.on_device().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values as numbers in lists."""
+        return self.on_device().tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Return a copy as an array."""
+        array = self.on_device().numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Return a capsule of a copy on the device."""
+        return self.on_device().__dlpack__(**options)
+
+    def data_ptr(self) -> int:
+        """Raise an error: no address on the device has the bytes between operators."""
+        raise _refused(f"{self._described()} has no address on the device")
+
+    def share_memory_(self) -> Any:
+        """Raise an error: the bytes belong to this process."""
+        raise _refused(f"{self._described()} cannot be shared with other processes")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Return a plain copy in host memory."""
-        memo[id(self)] = made = self.on_device().cpu()
+        """Return a plain copy on the device."""
+        memo[id(self)] = made = self.on_device()
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -230,9 +292,12 @@ class HostTensor(torch_compat.OffDevice):
         plain: Any = self.on_device().cpu()
         return plain.__reduce_ex__(protocol)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Return a description without values."""
-        return f"HostTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return the text of a plain tensor."""
+        return repr(self.on_device())
+
+    def _described(self) -> str:
+        return f"a tensor of shape {tuple(self.shape)} whose bytes are in host memory"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -245,10 +310,26 @@ class HostTensor(torch_compat.OffDevice):
             return None  # no memory of the device belongs to it
         if func.is_view and isinstance(first, HostTensor):
             return _view_of(func, first, args, kwargs)
+        if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
+            changed = _written(func, args, kwargs)
+            if changed:
+                raise _refused(
+                    f"{func} would change the shape, the strides or the storage of "
+                    f"{changed[0]._described()}"
+                )
         count = _list_length(func, args)
         if count > 1:
             return _one_by_one(func, args, kwargs, count)
         return _run(func, args, kwargs)
+
+
+def _refused(what: str) -> TransferError:
+    """Return the error to raise where a tensor in host memory cannot do what a plain one does."""
+    return TransferError(
+        f"{what}: HostMemory(state=True) keeps it there between operators. Use .clone(), which is "
+        "a plain tensor",
+        code="FXR725",
+    )
 
 
 def _view_of(func: Any, base: HostTensor, args: Any, kwargs: Any) -> Any:
@@ -292,6 +373,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     for key in written:
         content, base = bases[key]
         content.store(base)
+    if _treats_each(func):  # autograd counts the writes of all other operators
+        torch.autograd.graph.increment_version(_written(func, args, kwargs))
     # What an operator writes to and returns is the caller's tensor, not the copy.
     return pytree.tree_map(lambda made: originals.get(id(made), made), result)
 
@@ -309,11 +392,16 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[HostTensor]:
 
 def _list_length(func: Any, args: Any) -> int:
     """Return the length of the lists of an operator that treats each element by itself, else 0."""
-    name = func._schema.name
-    if not name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")):
+    if not _treats_each(func):
         return 0
     first = args[0]
     return len(first) if isinstance(first, (list, tuple)) else 0
+
+
+def _treats_each(func: Any) -> bool:
+    """Return whether an operator treats each element of its lists by itself."""
+    name: str = func._schema.name
+    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any, count: int) -> Any:

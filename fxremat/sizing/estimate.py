@@ -27,7 +27,8 @@ from fxremat.loop.optimizer_state import (
     with_state,
 )
 from fxremat.loop.parameters import movable, refuse_unmovable, within
-from fxremat.loop.placement import TEMPORARY, StepCosts, large_parameters, placements
+from fxremat.loop.placement import TEMPORARY, large_parameters, placements
+from fxremat.loop.trial import StepCosts
 from fxremat.options.arguments import Arguments
 from fxremat.options.budget import Budget, TrainingBudget
 from fxremat.options.loss import Compared, LossOfOutputs, own_loss, target_bytes

@@ -170,19 +170,26 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
-def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., object]) -> None:
-    """Have ``step`` of one optimizer call a function, with hooks and a profile's name as before.
+def replace_step(
+    optimizer: torch.optim.Optimizer, step: Callable[..., object]
+) -> Callable[[], None]:
+    """Have ``step`` of one optimizer call a method, with hooks and a profile's name as before.
 
     Args:
         optimizer: the optimizer.
-        step: is called with the optimizer and the arguments of its step.
+        step: a bound method, which is called with the optimizer and the arguments of its step. It
+            is not kept alive: without it the optimizer's own step runs.
+
+    Returns:
+        A function that undoes this, also if ``step`` was replaced again.
     """
     former: Any = vars(optimizer).get("step")
-    owner = weakref.WeakMethod(step) if isinstance(step, types.MethodType) else None
+    owner, reference, key = weakref.WeakMethod(step), weakref.ref(optimizer), object()
+    del step
 
     def run(stepped: Any, *args: Any, **kwargs: Any) -> object:
         stepped._opt_called = True  # which schedulers read
-        call = step if owner is None else owner()
+        call = owner()
         if call is None:
             return type(stepped).step(stepped, *args, **kwargs)
         return call(stepped, *args, **kwargs)
@@ -192,19 +199,33 @@ def replace_step(optimizer: torch.optim.Optimizer, step: Callable[..., object]) 
     for name, value in vars(getattr(former, "__func__", run)).items():
         if name == "_wrapped_by_lr_sched":
             setattr(hooked, name, value)
-    hooked.former = former
+    hooked.former, hooked.key = former, key
     optimizer.step = types.MethodType(hooked, optimizer)  # type: ignore[method-assign]
 
+    def undo() -> None:
+        alive = reference()
+        if alive is not None:
+            _restore_step(alive, key)
 
-def restore_step(optimizer: torch.optim.Optimizer) -> None:
-    """Undo :func:`replace_step`."""
-    step: Any = vars(optimizer).get("step")
-    if not hasattr(step, "former"):
-        return
-    if step.former is None:
-        del optimizer.step
-    else:
-        optimizer.step = step.former  # type: ignore[method-assign]
+    return undo
+
+
+def _restore_step(optimizer: torch.optim.Optimizer, key: object) -> None:
+    """Undo the :func:`replace_step` with this key."""
+    latest: Any = vars(optimizer).get("step")
+    step, later = latest, None
+    while hasattr(step, "former"):
+        if step.key is not key:
+            step, later = step.former, step
+        elif later is not None:
+            later.__func__.former = step.former
+            return
+        elif step.former is not None:
+            optimizer.step = step.former  # type: ignore[method-assign]
+            return
+        else:
+            del optimizer.step
+            return
 
 
 def _hooks_of_all_optimizers() -> tuple[dict[int, Callable[..., Any]], ...]:
