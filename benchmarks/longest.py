@@ -96,8 +96,8 @@ def small(*, mask: bool) -> nn.Module:
     return Loss(made)
 
 
-def large(*, adapters: bool, mask: bool) -> nn.Module:
-    """Llama 3 of 8 billion parameters, without data."""
+def large(*, adapters: bool, mask: bool, layers: int = LAYERS) -> nn.Module:
+    """Llama 3 of 8 billion parameters, without data, or its first ``layers`` of 32."""
     with torch.device("meta"):
         made = llama(
             1 << 20,
@@ -105,7 +105,7 @@ def large(*, adapters: bool, mask: bool) -> nn.Module:
             vocab_size=128_256,
             hidden_size=WIDTH,
             intermediate_size=14_336,
-            num_hidden_layers=LAYERS,
+            num_hidden_layers=layers,
             num_attention_heads=32,
             num_key_value_heads=8,
         ).to(torch.bfloat16)

@@ -8,6 +8,7 @@
 
 import atexit
 import ctypes
+import mmap
 import os
 import sys
 import time
@@ -31,13 +32,31 @@ def load() -> None:
     import torch
 
     _runtime()
-    if os.environ.get("STAND_IN_VALUES", "1") != "0":
-        torch.ops.load_library(Path(folder) / "libstandin_values.so")
+    host_memory(os.environ.get("STAND_IN_HOST_MEMORY", ""))
+    torch.ops.load_library(Path(folder) / "libstandin_values.so")
     if os.environ.get("TRITON_INTERPRET") == "1":
         import cuda_stand_in_triton
 
         cuda_stand_in_triton.load()
     atexit.register(_at_exit)
+
+
+def host_memory(amount: str) -> None:
+    """The machine has ``amount`` of host memory, such as ``256g``, for programs in Python that ask
+    the system for it and map it; that a program touches less than is there is its own duty.
+    """
+    if not amount:
+        return
+    scale = {"k": 10, "m": 20, "g": 30}.get(amount[-1].lower())
+    nbytes = int(amount[:-1]) << scale if scale else int(amount)
+    ask = os.sysconf
+    pages = nbytes // ask("SC_PAGE_SIZE")
+    os.sysconf = lambda name: pages if name == "SC_PHYS_PAGES" else ask(name)  # type: ignore[assignment]
+    mmap.MAP_ANONYMOUS |= _MAP_NORESERVE  # type: ignore[misc]
+
+
+_MAP_NORESERVE = 0x4000
+"""Linux's: without it, one mapping of more than the machine's memory is refused."""
 
 
 @cache

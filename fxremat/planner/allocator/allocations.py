@@ -7,6 +7,7 @@ emitted graphs in a model of the allocator (``planner.allocator``).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -111,18 +112,24 @@ def requests_of_step(
 
     Ensures: at each point the sum of the requests is what an evaluation reports as held.
     """
-    calls = []
+    calls: list[tuple[Request, ...]] = []
     joint = program.line.joint
     nbytes = joint.storages.nbytes
+    released: defaultdict[int, list[Request]] = defaultdict(list)
+    fetched: defaultdict[int, list[Request]] = defaultdict(list)
+    for move in moves:
+        released[move.release].append((move.storage, -move.nbytes))
+        fetched[move.prefetch].append((move.storage, move.nbytes))
     for index, call in enumerate(program.calls):
-        released = [
-            (m.storage, -m.nbytes) for m in moves if m.release == index < program.loss_point
-        ]
-        fetched = [(m.storage, m.nbytes) for m in moves if m.prefetch == index]
         asked = footprints.requests(call.block, kept=call.kept, in_pieces=in_pieces)
-        handed = [(s, -nbytes[s]) for s in sorted(call.handed)]
-        calls.append((*released, *fetched, *asked, *handed))
-    at_loss_point = [(m.storage, -m.nbytes) for m in moves if m.release == program.loss_point]
+        if index < program.loss_point and index in released:
+            asked = (*released[index], *asked)
+        if index in fetched:
+            asked = (*fetched[index], *asked)
+        if call.handed:
+            asked = (*asked, *((s, -nbytes[s]) for s in sorted(call.handed)))
+        calls.append(asked)
+    at_loss_point = released[program.loss_point]
     tangents = [(i, nbytes[i]) for i in sorted(joint.storages.of(joint.tangents))]
     more_bytes = context_bytes.tangent_bytes - sum(size for _, size in tangents)
     made = [(key, size) for key, size in (*tangents, (HELD_ON, more_bytes)) if size > 0]

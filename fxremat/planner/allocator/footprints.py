@@ -170,7 +170,7 @@ def requests_of(
 
 
 class Footprints:
-    """Allocator requests of blocks of a step; each block is analyzed once, then cached."""
+    """Allocator requests of blocks of a step, cached: thousands of schedules share their blocks."""
 
     def __init__(
         self, line: Line, workspace_bytes: WorkspaceBytes, asked: Asked = _as_returned
@@ -179,6 +179,7 @@ class Footprints:
         self._workspace_bytes = workspace_bytes
         self._asked = asked
         self._steps: dict[int, tuple[Block, tuple[OperationRequests, ...]]] = {}
+        self._requests: dict[tuple[int, frozenset[int], bool], tuple[Request, ...]] = {}
 
     def requests(
         self, block: Block, *, kept: frozenset[int], in_pieces: bool = False
@@ -187,8 +188,13 @@ class Footprints:
 
         For ``in_pieces`` see :func:`requests_of`.
         """
-        kept = kept & block.reads
-        return requests_of(self.steps(block), self._storages, kept=kept, in_pieces=in_pieces)
+        key = id(block), kept & block.reads, in_pieces
+        if key not in self._requests:
+            steps = self.steps(block)
+            self._requests[key] = requests_of(
+                steps, self._storages, kept=key[1], in_pieces=in_pieces
+            )
+        return self._requests[key]
 
     def steps(self, block: Block) -> tuple[OperationRequests, ...]:
         """Return what each operation of ``block`` allocates and releases, in order of execution."""
