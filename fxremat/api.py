@@ -20,6 +20,7 @@ from fxremat.graph.pool import frontier_over
 from fxremat.graph.pools import all_pools
 from fxremat.loop.optimizer_state import check_optimizers
 from fxremat.module.compiled import CompiledModule, compile_module, original_of
+from fxremat.module.moving import all_in_host
 from fxremat.module.verify import check_device_present, check_solver_usable, cross_checked, verified
 from fxremat.options.arguments import Arguments, read_model
 from fxremat.options.budget import Budget, Readable
@@ -219,7 +220,7 @@ def plan(
     if read_bool("check", check):
         check_solver_usable(options.get("offload", False))
     made = compile(model, sample, budget, **_whole("plan", options))
-    made._training.loop.leave()  # it does not train
+    made._training.undo()  # it does not train
     (found,) = made.plans
     return cross_checked(found) if check else found
 
@@ -249,7 +250,7 @@ def frontier(
     if counted not in get_args(Counted):
         refuse("counted", counted, "'allocated' or 'reserved'")
     made = compile(model, sample, f"100% {counted}", **_whole("frontier", options))
-    made._training.loop.leave()  # it does not train
+    made._training.undo()  # it does not train
     (graph,) = made._training.graphs
     (first,) = graph.calls.plans
     context = usual_context(graph, first, made._training.loop.budget)
@@ -307,6 +308,22 @@ def max_batch(
             f"budget must be bytes, as '6 GiB' or an int, but got {budget!r}", code="FXR001"
         )
     options = _whole("max_batch", options)
+    with all_in_host(model, Arguments.read(budget, **options).host):
+        return _max_batch(model, call, budget, read, dim, limit, options)
+
+
+def _max_batch(
+    model: nn.Module,
+    call: Sample,
+    budget: str | int,
+    read: Budget,
+    dim: Dim,
+    limit: int,
+    options: dict[str, Any],
+) -> Batches:
+    """Return the result of :func:`max_batch`, given its arguments as it has read them."""
+    budget_bytes = read.nbytes
+    assert budget_bytes is not None
     asked = read_dim(model, call, dim)
     measured = {**options}
     if isinstance(host := options.get("offload"), HostMemory) and host.state:
@@ -320,7 +337,7 @@ def max_batch(
             "size separately: fxremat.plan(model, sample, budget) with a sample of that size "
             "raises a BudgetError if the size does not fit",
         ) from None
-    made._training.loop.leave()  # it does not train
+    made._training.undo()  # it does not train
     (graph,) = made._training.graphs
     (context,) = graph.calls.plans
 
@@ -329,7 +346,7 @@ def max_batch(
             tried = compile(model, resized, budget, dynamic=False, **options)
         except BudgetError:
             return False
-        tried._training.loop.leave()
+        tried._training.undo()
         return True
 
     with generators_restored(), in_training(model), torch.enable_grad(), shown() as progress:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from torch import nn
@@ -11,6 +12,7 @@ from fxremat.errors import BudgetError
 from fxremat.loop.parameters import Moved, among, movable, refuse_unmovable, within
 from fxremat.module.runner import Runner
 from fxremat.options.arguments import Arguments
+from fxremat.planner.transfers.transfers import HostMemory
 from fxremat.progress import LOG
 from fxremat.report.plan import Plan
 from fxremat.units import format_bytes, plural
@@ -72,6 +74,7 @@ def plan_moving(model: nn.Module, options: Arguments, plan_with: Planned) -> Run
     nbytes = sum(own.nbytes for own in moved.parameters)
     count = plural(len(moved.parameters), "parameter")
     LOG.info("%s with %s are in host memory", count, format_bytes(nbytes))
+    runner.training.moved = moved
     return runner
 
 
@@ -83,10 +86,31 @@ def _plan_with_all(
     assert host is not None
     moved = Moved(parameters, host)
     try:
-        return plan_with(options)
+        runner = plan_with(options)
     except BaseException:
         moved.undo()
         raise
+    runner.training.moved = moved
+    return runner
+
+
+@contextlib.contextmanager
+def all_in_host(model: nn.Module, host: HostMemory | None) -> Iterator[None]:
+    """Have all eligible parameters of ``model`` in host memory inside, if they may be there.
+
+    Raises:
+        ArgumentError: a wrapper needs the parameters on the device.
+        HostMemoryError: the memory cannot be allocated.
+    """
+    if host is None or not host.parameters:
+        yield
+        return
+    refuse_unmovable(model)
+    moved = Moved(within(movable(model, trained=host.all_parameters), host.limit_bytes), host)
+    try:
+        yield
+    finally:
+        moved.undo()
 
 
 def _with_fewer(runner: Runner, moved: Moved, options: Arguments, plan_with: Planned) -> Runner:

@@ -1,4 +1,4 @@
-"""Operators of this package, and tensor subclasses that graphs take apart."""
+"""Operators of this package, and views of tensor subclasses."""
 
 from __future__ import annotations
 

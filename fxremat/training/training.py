@@ -22,6 +22,7 @@ from fxremat.loop.comparison import Comparison
 from fxremat.loop.hosting import Hosting
 from fxremat.loop.loop import Loop
 from fxremat.loop.optimizer_state import counted_state, optimizer_bytes
+from fxremat.loop.parameters import Moved
 from fxremat.options.arguments import Arguments
 from fxremat.options.budget import TrainingBudget
 from fxremat.options.measured_needs import LossNeeds
@@ -87,6 +88,7 @@ class Training:
         recaptures: the steps in which code was captured although its graph was cached, by code.
         model_name: the name of the model's class.
         differentiated: the tensors that graphs compute a gradient of, by ``id``.
+        moved: parameters that were moved to host memory for it.
     """
 
     loop: Loop
@@ -104,6 +106,7 @@ class Training:
     recaptures: dict[CodeType, set[int]] = field(default_factory=dict)
     model_name: str = ""
     differentiated: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    moved: Moved | None = None
 
     def __post_init__(self) -> None:
         self.regions = Regions(self.loop.peers)
@@ -275,6 +278,12 @@ class Training:
         if self.loss_needs is None or self.loss_needs.unused is None:
             return False
         return not before.regions.trained.keys() <= self.differentiated.keys()
+
+    def undo(self) -> None:
+        """Move parameters back, and have other networks not count this one: it does not train."""
+        self.loop.leave()
+        if self.moved is not None:
+            self.moved.undo()
 
     def close(self) -> None:
         """Free the host memory of all plans, after which their graphs cannot run."""

@@ -382,3 +382,28 @@ def test_gradients_of_trained_parameters_are_counted_once():
     assert peak_of(step, device=TOKENS.device, resident_bytes=resident_bytes(model, step)) <= (
         call._training.loop.budget.nbytes
     )
+
+
+def test_functions_that_only_plan_leave_the_model_as_it_was():
+    model = Adapters()
+    plan = fxremat.plan(model, TOKENS, "min", offload=HOST)
+    assert not in_host(model)
+    _, call = compiled("min", offload="auto")
+    assert plan.least_budget_bytes < call.plan.least_budget_bytes
+
+
+def test_the_largest_batch_has_room_of_parameters_in_host_memory():
+    model = Adapters()
+    budget = fxremat.plan(model, TOKENS, "min").least_budget_bytes
+    without = fxremat.max_batch(model, TOKENS, budget, most=64)
+    batches = fxremat.max_batch(model, TOKENS, budget, most=64, offload=HOST)
+    assert batches.largest.size > without.largest.size
+    assert not in_host(model)
+
+
+def test_an_estimate_has_parameters_in_host_memory():
+    model = Adapters()
+    without = fxremat.estimate(model, TOKENS)
+    estimated = fxremat.estimate(model, TOKENS, offload=HOST)
+    assert not in_host(model)
+    assert estimated.kept.least_budget_bytes < 0.5 * without.kept.least_budget_bytes
