@@ -258,7 +258,7 @@ ARGUMENTS = (
         ArgumentError,
         "Parameters of a wrapped model cannot move to host memory",
         why="`DistributedDataParallel`, `fully_shard` and `DTensor` work on the memory of "
-        "parameters on the device, so these must stay there.",
+        "parameters on the device, so these cannot move.",
         remedy="Omit `parameters=True` of `HostMemory`. Activations may still move to host memory.",
         trouble="""
         store = torch.distributed.HashStore()

@@ -25,11 +25,11 @@ class Hosting:
     """What of a model's training lives in host memory between its uses.
 
     Attributes:
-        trained: the parameters whose gradient and state may be there, the largest first.
+        trained: the eligible parameters, the largest first.
         optimizers: the optimizers that step them.
         all_bytes: bytes of all parameters that these step.
         space: the host memory.
-        placement: what is there now.
+        placement: what is in host memory now.
         is_chosen: whether the placement is final.
         room: returns the bytes that an optimizer's step may have on the device in addition to what
             is held between steps; ``None``: as few as possible.

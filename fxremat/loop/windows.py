@@ -104,7 +104,7 @@ class WindowedStep:
         return {**loaded, "state": state}
 
     def _stored(self, value: Any, before: Any, parameter: Tensor) -> Any:
-        """Return a loaded entry of state in host memory if it may be there, as torch converts it.
+        """Return a loaded entry of state, converted as torch does; in host memory if eligible.
 
         It takes the place of the entry ``before``.
         """
@@ -391,7 +391,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_plain(_optimizer: object, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict with plain copies, in host memory, of what is there."""
+    """Return a state dict with plain copies of all host tensors, on the CPU."""
     plain = {
         key: {
             name: value.on_device().cpu() if isinstance(value, HostTensor) else value

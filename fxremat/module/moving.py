@@ -96,7 +96,7 @@ def _plan_with_all(
 
 @contextlib.contextmanager
 def all_in_host(model: nn.Module, host: HostMemory | None) -> Iterator[None]:
-    """Have all eligible parameters of ``model`` in host memory inside, if they may be there.
+    """Have all eligible parameters of ``model`` in host memory inside, if that is allowed.
 
     Raises:
         ArgumentError: a wrapper needs the parameters on the device.

@@ -81,7 +81,7 @@ class HostedGradients(Protocol):
     """Moves gradients to host memory."""
 
     def take_gradient(self, leaf: Tensor, gradient: Tensor) -> Tensor:
-        """Return a leaf's first gradient, in host memory if it is to be there."""
+        """Return a leaf's first gradient, in host memory if it belongs in that memory."""
 
     def collect(self, leaves: Iterable[Tensor | None]) -> None:
         """Move the leaves' gradients that are on the device at the end of a backward."""

@@ -193,7 +193,7 @@ class Content:
 
 
 def arrive(fresh: Tensor) -> None:
-    """Wait, in the order of the device, until a tensor of :meth:`Content.start_fetching` is there.
+    """Wait, in the order of the device, for a tensor of :meth:`Content.start_fetching`.
 
     Raises:
         TransferError: the copy failed.

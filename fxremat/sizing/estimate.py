@@ -188,7 +188,7 @@ def _hosted(
 
 
 def _in_host(model: nn.Module, asked: Asked) -> frozenset[int]:
-    """Return the ``id`` of each parameter that is in host memory: all that may be there.
+    """Return the ``id`` of each eligible parameter: all of them are in host memory.
 
     Raises:
         ArgumentError: a wrapper needs the parameters on the device.

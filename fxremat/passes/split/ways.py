@@ -288,7 +288,7 @@ def _present_labels(shape: Shape, labels: Labels) -> Labels:
 def _place(shape: Shape, labels: Labels, run: Labels, sizes: Mapping[Hashable, int]) -> Rows | None:
     """Return the adjacent dimensions of a tensor that are labeled ``run``, or ``None``.
 
-    ``sizes`` are those of the rows; the last dimension may be a multiple of its own.
+    ``sizes`` are those of the rows; the last dimension may be a multiple of its size.
     """
     at = [i for i, size in enumerate(shape) if size != 1]
     present = _present_labels(shape, labels)
