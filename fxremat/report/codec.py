@@ -33,7 +33,7 @@ OMITTED = "omitted"
 TAG = "is"
 """Where a value may be of several classes: the name of its class."""
 
-VERSION = 5
+VERSION = 6
 """The version of all that is written, raised when the form of any part changes."""
 
 LARGEST = 2**53

@@ -96,6 +96,24 @@ def _flash_backward(args: Any, sizes: Sizes, in_parts: bool) -> int:
     return nbytes + copied * batch * heads * queries * width * element_bytes
 
 
+def _efficient(args: Any, sizes: Sizes, in_parts: bool) -> int:
+    """Return the bytes of results in float32, which wide heads do not keep in registers."""
+    ((batch, heads, queries, width),) = _shapes(args[0], sizes)
+    return batch * heads * queries * width * FLOAT_BYTES if width > 64 else 0
+
+
+def _efficient_backward(args: Any, sizes: Sizes, in_parts: bool) -> int:
+    """Return an upper bound: all gradients in float32, a sum for each query, and dense copies."""
+    _, query, key = args[:3]
+    ((batch, heads, queries, width),) = _shapes(query, sizes)
+    ((_, _, keys, _),) = _shapes(key, sizes)
+    element_bytes = next(tensors_of(query)).element_size()
+    wide = _rounded(width, 32)
+    rows = _rounded(queries, 128) * (wide + 1) + 2 * _rounded(keys, 128) * wide
+    copied = 2 * queries * width * element_bytes
+    return batch * heads * (rows * FLOAT_BYTES + copied)
+
+
 def _is_dense(node: fx.Node) -> bool:
     """Return whether the kernel, whose heads are the last dimension but one, need not copy it."""
     (tensor,) = tensors_of(node)
@@ -116,6 +134,8 @@ def _embedding_backward(args: Any, sizes: Sizes, in_parts: bool) -> int:
 _FORMULAS: Mapping[object, Callable[[Any, Sizes, bool], int]] = {
     aten._scaled_dot_product_flash_attention.default: _flash,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
 }
 """By operator, what returns its bytes for arguments, sizes of the step, and whether these are more

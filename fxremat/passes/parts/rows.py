@@ -59,6 +59,12 @@ class Way:
     outputs: tuple[Rows | Result, ...]
     same_bits: bool
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether a row of any tensor is more than one position."""
+        rows = (where for where in (*self.inputs, *self.outputs) if isinstance(where, Rows))
+        return any(where.width > 1 for where in rows)
+
     def wider(self, width: int) -> Way:
         """Return the way to compute rows that have ``width`` times as many positions each."""
         return Way(

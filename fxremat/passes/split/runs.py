@@ -158,6 +158,7 @@ class _Finder:
         self._backward = frozenset(joint.backward)
         self._made = frozenset((*joint.forward, *joint.backward))
         self._given = joint.storages.of((*joint.given, *joint.tangents))
+        self._head_counts = frozenset(count for n in self._made for count in heads_of(n))
         self._by_count: dict[int, _RowCount] = {}
         self._large: dict[fx.Node, bool] = {}
         self._reads_large_cache: dict[fx.Node, bool] = {}
@@ -230,6 +231,8 @@ class _Finder:
             return ()
         if (node, width) not in counted.ways:
             every = self._ways.of(node, counted.count, width)
+            if counted.count not in self._head_counts:  # only heads are parts of a dimension
+                every = tuple(way for way in every if not way.is_wide)
             counted.ways[node, width] = tuple(w for w in every if self._is_allowed(node, w))
         return counted.ways[node, width]
 
