@@ -72,19 +72,25 @@ def among(
     return [own for own in parameters if id(own) in wanted]
 
 
-def refuse_unmovable(model: nn.Module) -> None:
+def refuse_unmovable(model: nn.Module, *, together: bool = False) -> None:
     """Raise if parameters of ``model`` cannot be moved, because a wrapper works on their memory.
+
+    Args:
+        model: the model.
+        together: whether several processes follow one plan because of ``ranks=``.
 
     Raises:
         ArgumentError: it is wrapped by ``DistributedDataParallel``, sharded, or has distributed
             tensors.
     """
     wrapped = torch_compat.wrapped_by(model) is not model
-    if not (wrapped or torch_compat.is_sharded(model) or torch_compat.ranks_of(model)):
+    if not (together or wrapped or torch_compat.is_sharded(model) or torch_compat.ranks_of(model)):
         return
     reason = (
         "DistributedDataParallel copies parameters between processes"
         if wrapped
+        else "other processes, which ranks= names, may move others"
+        if together
         else "other processes have parts of its parameters"
     )
     raise ArgumentError(

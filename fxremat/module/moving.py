@@ -38,7 +38,7 @@ def plan_moving(model: nn.Module, options: Arguments, plan_with: Planned) -> Run
     """
     host = options.host
     assert host is not None
-    refuse_unmovable(model)
+    refuse_unmovable(model, together=options.ranks is not None)
     parameters = within(movable(model, trained=host.all_parameters), host.limit_bytes)
     if options.kept is not None:
         parameters = among(model, options.kept.parameters_in_host, parameters)

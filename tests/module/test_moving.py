@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import fxremat
 from fxremat.costs.measured.measure import peak_of, resident_bytes
 from fxremat.errors import TransferError
+from fxremat.module import moving
+from fxremat.options.arguments import Arguments
 from fxremat.runtime import host_parameter
 from fxremat.runtime.host_parameter import HostParameter
 from fxremat.runtime.watch import record_transfers
@@ -407,3 +409,11 @@ def test_an_estimate_has_parameters_in_host_memory():
     estimated = fxremat.estimate(model, TOKENS, offload=HOST)
     assert not in_host(model)
     assert estimated.kept.least_budget_bytes < 0.5 * without.kept.least_budget_bytes
+
+
+def test_processes_that_plan_together_are_refused():
+    model = Adapters()
+    with pytest.raises(fxremat.ArgumentError) as caught:
+        moving.plan_moving(model, Arguments.read("min", offload=HOST, ranks=fxremat.Ranks()), None)
+    assert caught.value.code == "FXR414"
+    assert not in_host(model)
