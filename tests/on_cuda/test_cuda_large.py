@@ -28,25 +28,22 @@ def on_stand_in(test):
 
 
 @on_stand_in
-@pytest.mark.parametrize("placement", ["device", "activations"])
-@pytest.mark.parametrize("trained", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("trained", "placement"),
+    [
+        ("full", "device"),
+        ("full", "activations"),
+        ("full", "all state"),
+        ("lora", "device"),
+        ("lora", "activations"),
+    ],
+)
 def test_a_step_allocates_requests_and_pins_what_was_promised(trained: str, placement: str):
     budget = "12 GiB" if trained == "full" else "10 GiB"
     (row,) = rows_of(trained=trained, placement=placement, budget=budget, tokens=8192)
     assert holds(row), row
     assert row["touched_bytes"] < row["allocated_bytes"] // 4, "memory of the device was touched"
-    assert (row["promised_host_bytes"] > 0) == (placement == "activations")
-
-
-@on_stand_in
-@pytest.mark.parametrize("trained", ["full", "lora"])
-def test_the_longest_sequence_trains_and_a_longer_one_is_refused(trained: str):
-    longest, refused = rows_of(trained=trained, budget="12 GiB")
-    assert holds(longest), longest
-    assert longest["tokens"] > 2048
-    assert holds(refused), refused
-    assert refused["tokens"] == longest["tokens"] + 8
-    assert refused["least_bytes"] > longest["budget_bytes"]
+    assert (row["promised_host_bytes"] > 0) == (placement != "device")
 
 
 KEPT: Row = {
@@ -61,7 +58,7 @@ KEPT: Row = {
         {"allocated_bytes": 11},
         {"promised_bytes": 11},
         {"missing": None},
-        {"missing": [1, 2, 3]},
+        {"missing": [1, 2, 3, 4]},
         {"in_order": False, "promised_host_bytes": 0},
         {"pinned_bytes": 3},
         {"faults": ["a copy touches memory that was given back"]},
