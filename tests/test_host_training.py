@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 import fxremat
 from fxremat import torch_compat
@@ -310,6 +310,31 @@ def test_the_peak_of_steps_and_of_the_optimizer_is_within_the_budget(
                 optimizer.step()
                 optimizer.zero_grad()
             assert held + log.peak_bytes <= budget_bytes
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("views", [True, False])
+def test_gradients_that_processes_exchange_stay_on_the_device(views: bool):
+    def wrapped() -> nn.Module:
+        wrapper = nn.parallel.DistributedDataParallel
+        return wrapper(blocks(), gradient_as_bucket_view=views)
+
+    def checked(call: Any, model: nn.Module, optimizer: Any, number: int) -> Tensor:
+        norms = unstepped(call, model, optimizer, number)
+        assert not any(isinstance(p.grad, HostTensor) for p in model.parameters())
+        return norms
+
+    hosted = trained(checked, host=True, make=wrapped)
+    for one, other in zip(trained(checked, host=False, make=wrapped), hosted, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_what_fits_costs_nothing_and_is_left_as_it_is():

@@ -31,7 +31,7 @@ from fxremat.graph.further import link_of
 from fxremat.graph.graph import Graph
 from fxremat.loop.hosting import NOTHING
 from fxremat.loop.loop import Loop
-from fxremat.loop.placement import Placement, placements
+from fxremat.loop.placement import Placement
 from fxremat.passes.parts.early_gradients import computed_again
 from fxremat.planner.context.step_context import StepContext
 from fxremat.planning.planner import first_plan
@@ -97,7 +97,7 @@ def _place(loop: Loop, graph: Graph, values: Sequence[Any], *, several: bool) ->
     """
     hosting, link = loop.hosting, link_of(graph)
     assert hosting is not None and link is not None
-    choices = placements(hosting.trained, link, hosting.all_bytes)
+    choices = hosting.choices(link)
 
     def context_with(placement: Placement) -> StepContext:
         hosting.placement = placement

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fxremat.errors import ArgumentError
+from fxremat.ir import MeasuredLink
 from fxremat.loop.optimizer_state import StateBytes
-from fxremat.loop.placement import Placement, Trained, trained_parameters
+from fxremat.loop.placement import Placement, Trained, placements, trained_parameters
 from fxremat.loop.windows import WindowedStep
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.host_tensor import HostSpace, Place
@@ -94,6 +95,17 @@ class Hosting:
         all_bytes = sum(p.nbytes for p in parameters.values())
         return Hosting(tuple(trained), tuple(map(weakref.ref, made)), all_bytes, space)
 
+    def choices(self, link: MeasuredLink) -> list[Placement]:
+        """Return the choices of what is in host memory, from nothing to everything that may be.
+
+        Gradients that processes exchange stay on the device, in the buckets of their wrapper.
+
+        Args:
+            link: the link to host memory.
+        """
+        made = placements(self.trained, link, self.all_bytes)
+        return [own for own in made if not (own.gradients and _exchanges_gradients())]
+
     def use(self, placement: Placement) -> None:
         """Move state and gradients to host memory from now on, as ``placement`` says.
 
@@ -144,7 +156,7 @@ class Hosting:
             computed: the primals that the graph computes a gradient of.
         """
         hosted = self.placement.gradients
-        if not hosted:
+        if not hosted or _exchanges_gradients():
             return frozenset()
         pairs = [(i, leaves[i]) for i in computed]
         return frozenset(
@@ -183,6 +195,7 @@ class Hosting:
     def _may_leave(self, leaf: Tensor, gradient: Tensor) -> bool:
         return (
             id(leaf) in self.placement.gradients
+            and not _exchanges_gradients()
             and type(gradient) is Tensor
             and gradient.layout is torch.strided
             and not gradient.requires_grad
@@ -194,3 +207,8 @@ class Hosting:
         if place is None or not place.is_free:
             place = self._places[id(leaf)] = self.space.place(leaf.nbytes)
         return place.put(gradient, like=leaf)
+
+
+def _exchanges_gradients() -> bool:
+    """Return whether this process belongs to a group of processes."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
