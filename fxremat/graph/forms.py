@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+
+from torch import fx
 
 from fxremat.effort import USUAL, Effort
 from fxremat.graph.spending import Spending
@@ -12,6 +14,7 @@ from fxremat.options.arguments import Split
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.constraints import Policy
 from fxremat.passes.joint.graph import JointGraph
+from fxremat.passes.joint.masks import only_for_masks
 from fxremat.passes.parts.early_gradients import parts_of
 from fxremat.passes.parts.parts import Parts
 from fxremat.passes.split.losses import has_losses
@@ -91,6 +94,9 @@ def parted(
     """
     early_gradients = early_gradients and has_losses(joint)
     sizes = part_sizes(joint, shares)
+    # A mask of attention may be far larger than all other values: its parts would be, too.
+    other = part_sizes(joint, shares[:1], without=only_for_masks(joint.module.graph))
+    sizes += [part_bytes for part_bytes in other if part_bytes < sizes[-1]]
     for part_bytes in sizes:
         yield Form(exact, part_bytes, early_gradients)
     inner_bytes = inner_size(joint)
@@ -100,12 +106,16 @@ def parted(
         yield Form(exact, sizes[-1])
 
 
-def part_sizes(joint: JointGraph, shares: Sequence[int]) -> list[int]:
+def part_sizes(
+    joint: JointGraph, shares: Sequence[int], *, without: Set[fx.Node] = frozenset()
+) -> list[int]:
     """Return the bytes of the largest value divided by each of ``shares``, but at least 1.
 
-    A form computes values in parts that take more bytes than one of these sizes.
+    A form computes values in parts that take more bytes than one of these sizes. Values of
+    ``without`` do not count.
     """
-    table, made = joint.storages, (*joint.forward, *joint.backward)
+    table = joint.storages
+    made = [node for node in (*joint.forward, *joint.backward) if node not in without]
     largest_bytes = max((table.nbytes[i] for i in table.of(made)), default=0)
     return [max(1, largest_bytes // share) for share in shares]
 

@@ -420,11 +420,17 @@ class Graph:
         bits = MaskBits(cost_cache())
         if self.options.split is True:  # what differs is the order in which kernels add
             config = replace(config, can_replace=always)
-        elif self._target is None:
+        elif self._target is None or self._target.kind == "cpu":
             config = replace(config, can_replace=bits.are_kept)
         graph = run_passes(self._graph, config=config, first="build", before="split")
         self._note_measuring(bits.measuring_bytes)
-        return graph
+        if self.costs is None or len(graph.joint.storages.nbytes) == len(self.costs.storage_bytes):
+            return graph
+        # Costs that were measured on the device say that its kernels keep bits without masks.
+        config = replace(config, can_replace=always)
+        other = run_passes(self._graph, config=config, first="build", before="split")
+        agrees = len(other.joint.storages.nbytes) == len(self.costs.storage_bytes)
+        return other if agrees else graph
 
     def _pass_config(self, form: Form, *, looks: Looks | None = None) -> PassConfig:
         """Return the configuration of the passes that rewrite the graph in ``form``."""

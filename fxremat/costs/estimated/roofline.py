@@ -27,6 +27,7 @@ from fxremat.costs.measured.cost import Measured, runs_of, stage_blocks, whole_b
 from fxremat.costs.measured.work import Floats, Works
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.graph import JointGraph, StorageTable, tensors_of
+from fxremat.passes.joint.masks import mask_of
 from fxremat.passes.parts.parts import Parts
 from fxremat.passes.stages.block import Block, BlockCache, Mode, call_of
 from fxremat.passes.stages.linearize import Line
@@ -163,8 +164,8 @@ def aside_bytes(joint: JointGraph) -> int:
     """Return the bytes to set aside for workspaces throughout a step, since a trace has none.
 
     These are the bytes that the largest operation reads and makes of those that have a workspace
-    for which there is no formula (``costs.estimated.working``). In the tests' zoo on a CPU all
-    operations need less, except for convolutions of a few kilobytes.
+    for which there is no formula (``costs.estimated.working``), without masks of attention. In the
+    tests' zoo on a CPU all operations need less, except for convolutions of a few kilobytes.
     """
     table, cpu = joint.storages, joint.device.type == "cpu"
     most = 0
@@ -174,5 +175,7 @@ def aside_bytes(joint: JointGraph) -> int:
             continue
         packs = cpu and target in PRODUCTS and next(tensors_of(node)).element_size() == 2
         if packs or target in WORKING or "attention" in str(target):
-            most = max(most, table.total(table.of((node, *node.all_input_nodes))))
+            mask = mask_of(node)  # kernels read it where it is
+            read = [source for source in node.all_input_nodes if source is not mask]
+            most = max(most, table.total(table.of((node, *read))))
     return most

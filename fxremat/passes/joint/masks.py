@@ -104,13 +104,12 @@ def _is_causal(node: fx.Node, formulas: Formulas) -> bool | None:
 
     ``False`` says that the mask excludes nothing.
     """
-    kernel = KERNELS.get(node.target)
-    if kernel is None:
+    mask = mask_of(node)
+    if mask is None:
         return None
     given = arguments_of(node)
-    mask = given[kernel.mask]
     grads_mask = (given.get("grad_input_mask") or [False])[-1]
-    if not isinstance(mask, fx.Node) or given["dropout_p"] or given["is_causal"] or grads_mask:
+    if given["dropout_p"] or given["is_causal"] or grads_mask:
         return None
     area = visible(formulas, mask)
     if area == EVERYWHERE:
@@ -120,6 +119,22 @@ def _is_causal(node: fx.Node, formulas: Formulas) -> bool | None:
     slopes = (*(0,) * (len(shape) - 2), 1, -1)  # keys up to the query: 0 <= query - key
     is_square = queries == keys == shape[-2] == shape[-1]
     return True if is_square and area == Area(frozenset([Affine(0, slopes)])) else None
+
+
+def mask_of(node: fx.Node) -> fx.Node | None:
+    """Return the mask that ``node`` reads if it is an operator of attention in ``KERNELS``."""
+    kernel = KERNELS.get(node.target)
+    mask = arguments_of(node)[kernel.mask] if kernel is not None else None
+    return mask if isinstance(mask, fx.Node) else None
+
+
+def only_for_masks(graph: fx.Graph) -> set[fx.Node]:
+    """Return the masks of attention, and the values that only these are computed from."""
+    made: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.users and all(user in made or mask_of(user) is node for user in node.users):
+            made.add(node)
+    return made
 
 
 def visible(formulas: Formulas, mask: fx.Node) -> Area | None:

@@ -22,6 +22,10 @@ MANY_ROWS = 1024
 """A part of at least as many rows may be divided whatever the number of parts: launching takes
 little of its time."""
 
+MUCH_BYTES = 256 << 20
+"""Parts that hold more are divided further: launches take little of their time. A mask of attention
+for 500,000 tokens is as large as some thousand such parts."""
+
 BLOCK_ROWS, BLOCK_FACTOR = 192, 3
 """Rows of a part if a sum of products must have the bits of one product, or this times a power of
 ``BLOCK_FACTOR``. Kernels of a CPU add up blocks of rows, MKL's of 192 or a few times that; parts of
@@ -144,14 +148,14 @@ class Memory:
         """Return the number of rows of a part, and the bytes that it holds.
 
         These are at most ``most_bytes`` if :data:`MOST_PARTS` parts are enough, or parts of
-        :data:`MANY_ROWS` rows. If results must be
+        :data:`MANY_ROWS` rows, or if that is at least :data:`MUCH_BYTES`. If results must be
         ``exact``, bit by bit, and one is a sum of matrix products, a part has whole blocks of
         :data:`BLOCK_ROWS` rows, and may hold more.
         """
         total = int(self._run.rows)
-        count = 2
+        count, enough_bytes = 2, max(most_bytes, MUCH_BYTES)
         most = max(MOST_PARTS, total // MANY_ROWS)
-        while 2 * count <= most and self.peak_bytes > count * most_bytes:
+        while self.peak_bytes > count * (most_bytes if 2 * count <= most else enough_bytes):
             count *= 2
         rows = -(-total // min(count, total))
         if exact and any(map(self._is_added_up, self._run.targets)):
