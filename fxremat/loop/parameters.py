@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fxremat import torch_compat
 from fxremat.errors import ArgumentError
@@ -105,7 +107,11 @@ def refuse_unmovable(model: nn.Module, *, together: bool = False) -> None:
 class Moved:
     """Parameters that were moved to host memory, and that can be moved back.
 
+    While they are in host memory, ``state_dict()`` has plain copies of them on the CPU: formats of
+    files read the memory of each entry.
+
     Args:
+        model: the model that they belong to.
         parameters: the parameters, which are plain ones of one device.
         host: the host memory.
 
@@ -114,8 +120,11 @@ class Moved:
         ArgumentError: other code refers to the memory of one of them; nothing has changed.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], host: HostMemory) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter], host: HostMemory
+    ) -> None:
         self._moved: list[nn.Parameter] = []
+        self._hooks: list[RemovableHandle] = []
         by_device: dict[torch.device, list[nn.Parameter]] = {}
         for own in parameters:
             by_device.setdefault(own.device, []).append(own)
@@ -126,6 +135,11 @@ class Moved:
                     _replace(own, HostParameter.of(own, made.pop(0)))
                     own.claim()  # type: ignore[attr-defined]
                     self._moved.append(own)
+            moved = set(map(id, self._moved))
+            for module in model.modules():
+                if not moved.isdisjoint(map(id, module._parameters.values())):
+                    register: Any = module.register_state_dict_post_hook
+                    self._hooks.append(register(_copy_entries))
         except BaseException:
             self.undo()
             raise
@@ -142,6 +156,23 @@ class Moved:
             if id(own) in asked and isinstance(own, HostParameter):
                 _replace(own, own.on_device())
                 self._moved = [other for other in self._moved if other is not own]
+        if not self._moved:
+            while self._hooks:
+                self._hooks.pop().remove()
+
+
+def _copy_entries(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object
+) -> None:
+    """Replace the entries of a module's parameters in host memory by copies on the CPU.
+
+    Entries that are the parameters themselves (``keep_vars=True``) stay as they are.
+    """
+    parameters: dict[str, Any] = module._parameters  # of a subclass that replaces the class
+    for name, parameter in parameters.items():
+        entry = state_dict.get(prefix + name)
+        if isinstance(parameter, HostParameter) and entry is not None and entry is not parameter:
+            state_dict[prefix + name] = parameter.on_device().detach().cpu()
 
 
 def _replace(parameter: nn.Parameter, tensor: Tensor) -> None:

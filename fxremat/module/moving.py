@@ -42,7 +42,7 @@ def plan_moving(model: nn.Module, options: Arguments, plan_with: Planned) -> Run
     parameters = within(movable(model, trained=host.all_parameters), host.limit_bytes)
     if options.kept is not None:
         parameters = among(model, options.kept.parameters_in_host, parameters)
-        return _plan_with_all(parameters, options, plan_with)
+        return _plan_with_all(model, parameters, options, plan_with)
     if not parameters:
         return plan_with(options)
     resident_s: float | None = None  # seconds of the step with all parameters on the device
@@ -59,7 +59,7 @@ def plan_moving(model: nn.Module, options: Arguments, plan_with: Planned) -> Run
             _discard(resident)
         if budget_bytes is not None:  # a share is one of what the step takes on the device
             options = replace(options, budget=options.budget.resolved_to(budget_bytes))
-    moved = Moved(parameters, host)
+    moved = Moved(model, parameters, host)
     try:
         runner = _with_fewer(plan_with(options), moved, options, plan_with)
         if resident_s is not None and resident_s <= _seconds(runner):
@@ -79,12 +79,12 @@ def plan_moving(model: nn.Module, options: Arguments, plan_with: Planned) -> Run
 
 
 def _plan_with_all(
-    parameters: list[nn.Parameter], options: Arguments, plan_with: Planned
+    model: nn.Module, parameters: list[nn.Parameter], options: Arguments, plan_with: Planned
 ) -> Runner:
     """Plan the first step with just ``parameters`` in host memory, as a saved plan has them."""
     host = options.host
     assert host is not None
-    moved = Moved(parameters, host)
+    moved = Moved(model, parameters, host)
     try:
         runner = plan_with(options)
     except BaseException:
@@ -106,7 +106,9 @@ def all_in_host(model: nn.Module, host: HostMemory | None) -> Iterator[None]:
         yield
         return
     refuse_unmovable(model)
-    moved = Moved(within(movable(model, trained=host.all_parameters), host.limit_bytes), host)
+    moved = Moved(
+        model, within(movable(model, trained=host.all_parameters), host.limit_bytes), host
+    )
     try:
         yield
     finally:

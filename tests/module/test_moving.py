@@ -138,6 +138,22 @@ def test_a_checkpoint_is_that_of_a_model_without_host_memory():
     check_same(list(plain.parameters()), list(Adapters().parameters()))
 
 
+def test_safetensors_saves_parameters_in_host_memory(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, _ = compiled("min")
+    state = model.state_dict()
+    assert {type(own) for own in state.values()} == {Tensor}
+    assert {own.device for own in state.values()} == {torch.device("cpu")}
+    safetensors.save_file(
+        {name: own.contiguous().clone() for name, own in state.items()}, tmp_path / "model"
+    )
+    saved = safetensors.load_file(tmp_path / "model")
+    for name, own in Adapters().state_dict().items():
+        assert torch.equal(saved[name], own)
+    kept = model.state_dict(keep_vars=True)
+    assert any(isinstance(own, HostParameter) for own in kept.values())
+
+
 def test_a_checkpoint_is_loaded_into_host_memory():
     model, call = compiled("min")
     others = Adapters()
