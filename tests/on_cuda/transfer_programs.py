@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxremat.runtime import streams as runtime_streams
-from fxremat.runtime.arena import Arena
+from fxremat.runtime.arena import Arena, lease_of
 from fxremat.runtime.lease import Arrival, Lease
 from fxremat.runtime.streams import lanes
 from tests.moving import intercept_copies, ops
@@ -209,6 +209,21 @@ def held(arena: Arena) -> None:
         come_back(host, i * NBYTES)
 
 
+def kept_on_the_host(arena: Arena) -> None:
+    """What a lease holds for longer than a step is written, read and written again."""
+    lease = lease_of(host := arena.open())
+    for _ in range(2):
+        x = made()
+        lease.take(x, offset=0)
+        address = x.data_ptr()
+        del x
+        take_again(address)
+        fresh = torch.empty(NBYTES, dtype=torch.uint8, device=device())
+        lease.fill(fresh, offset=0)
+        fresh + 1
+    del host
+
+
 def dropped_forward(arena: Arena) -> None:
     """What is on its way to the host is dropped, and nobody has waited."""
     host = arena.open()
@@ -322,6 +337,7 @@ PROGRAMS: tuple[Callable[[Arena], None], ...] = (
     step,
     steps_on_two_streams,
     held,
+    kept_on_the_host,
     dropped_forward,
     dropped_backward,
     dropped_on_another_stream,
