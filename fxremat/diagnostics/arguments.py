@@ -270,6 +270,7 @@ ARGUMENTS = (
         remedies=(
             """
             fxremat.compile(wrapped, x, "64 MiB", offload="auto")
+            torch.distributed.destroy_process_group()
             """,
         ),
     ),

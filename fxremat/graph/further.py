@@ -7,6 +7,7 @@ which are duplicated. A variant is the graph rewritten so, and has separate cand
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -195,14 +196,23 @@ def list_forms(graph: Graph) -> None:
     if not options.exact:
         graph.add(Form(exact=False))
     if graph.peers is not None:  # all processes must have the same forms, whatever one measures
-        shares = options.effort.part_shares
-        for form in parted(graph.joint, shares, exact=False) if options.split is True else ():
+        for form in _parted(graph, exact=False) if options.split is True else ():
             graph.add(form)
     elif options.split is True or (options.split and not graph.has_units):
-        shares, exact = options.effort.part_shares, options.split == "exact"
-        further.left += parted(graph.joint, shares, exact=exact)
+        further.left += _parted(graph, exact=options.split == "exact")
         further.coarse = further.left[0]
     further.may_unshare = graph.peers is None and not graph.has_units
+
+
+def _parted(graph: Graph, *, exact: bool, early_gradients: bool = True) -> Iterator[Form]:
+    """Yield the forms with parts that the options of ``graph`` allow; see :func:`parted`.
+
+    A form with layers in parts recomputes each layer, which ``offload="only"`` excludes.
+    """
+    host, shares = graph.options.host, graph.options.effort.part_shares
+    for form in parted(graph.joint, shares, exact=exact, early_gradients=early_gradients):
+        if not (form.inner_bytes and host is not None and host.only):
+            yield form
 
 
 def grow(graph: Graph, context: StepContext) -> bool:
@@ -307,9 +317,7 @@ def search_next(
         further.scaled = True
         left = further.left or []
         listed = [*left, *(own.form for own in graph.variants)]
-        others = parted(
-            graph.joint, graph.options.effort.part_shares, exact=True, early_gradients=False
-        )
+        others = _parted(graph, exact=True, early_gradients=False)
         further.left = [*(form for form in others if form not in listed), *left]
     is_bound = call.is_at_capture and not call.has_gradients
     most_bytes = below_bytes - call.held.given_bytes if is_bound else None
