@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from fxremat.errors import BudgetError
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import fastest, least_of
 from fxremat.graph.pools import pools
 from fxremat.loop.placement import Placement
 from fxremat.options.budget import TrainingBudget
 from fxremat.planner.context.step_context import StepContext
-from fxremat.planning.choose import budget_contexts, choose, needs_in
+from fxremat.planning.choose import Needs, budget_contexts, choose, needs_in
 from fxremat.progress import LOG
 from fxremat.units import format_bytes, format_seconds
 
@@ -24,7 +26,8 @@ def choose_placement(
     """Return the placement with which a training step is fastest within the budget.
 
     A share of the memory is of what the step takes with everything on the device; it is resolved
-    here. ``"min"`` is the least of all placements.
+    here. ``"min"`` is the least of all placements. Where several are equal, the one with less in
+    host memory is returned.
 
     Args:
         graph: the captured graph, which is the whole model.
@@ -33,23 +36,23 @@ def choose_placement(
         context_with: returns the context of the captured call with a placement.
 
     Raises:
-        BudgetError: nothing fits, even with everything in host memory.
+        BudgetError: no placement fits; the error is that of the least one.
         CostError: an operation cannot be measured.
     """
-    nothing, *_, everything = placements
+    choice = _Choice(graph, budget, placements, context_with)
+    if len(placements) == 1:
+        return placements[0]
     if budget.written.grows:
-        return everything
-    contexts = budget_contexts(graph, context_with(nothing), budget)
-    pools(graph, contexts[0], None)
-    full_bytes = needs_in(graph, contexts).full_bytes
+        return choice.least()
+    full_bytes = choice.needs(placements[0]).full_bytes
     if budget.nbytes is None:
         budget.set(budget.written.bytes_of(full_bytes=full_bytes, least_bytes=0))
     assert budget.nbytes is not None
     if full_bytes <= budget.nbytes:
-        return nothing
-    best, best_s = everything, _seconds(graph, budget, everything, context_with(everything))
-    for placement in reversed(placements[:-1]):
-        seconds = _seconds_at_hand(graph, budget, placement, context_with(placement))
+        return placements[0]
+    best, best_s = choice.fitting()
+    for placement in placements:
+        seconds = choice.seconds_at_hand(placement)
         if seconds is not None and seconds < best_s:
             best, best_s = placement, seconds
     LOG.info(
@@ -61,30 +64,67 @@ def choose_placement(
     return best
 
 
-def _seconds(
-    graph: Graph, budget: TrainingBudget, placement: Placement, context: StepContext
-) -> float:
-    """Return the seconds of the fastest step with a placement, after a full search.
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The placements of a graph and their needs; for the attributes see `choose_placement`."""
 
-    Raises:
-        BudgetError: nothing fits.
-    """
-    return choose(graph, context, budget).candidate.total_s + placement.transfer_s
+    graph: Graph
+    budget: TrainingBudget
+    placements: Sequence[Placement]
+    context_with: Callable[[Placement], StepContext]
+
+    def needs(self, placement: Placement) -> Needs:
+        """Return the bytes that steps need with a placement, of the candidates at hand."""
+        context = self.context_with(placement)
+        contexts = budget_contexts(self.graph, context, self.budget)
+        pools(self.graph, contexts[0], None)
+        return needs_in(self.graph, contexts)
+
+    def least(self) -> Placement:
+        """Return the placement of the least budget.
+
+        A search for less memory changes which one that is: what an optimizer's step has on the
+        device counts more, the less the planned step takes.
+        """
+        least = self.placements[-1]
+        for _ in range(MOST_SEARCHES):
+            choose(self.graph, self.context_with(least), self.budget)
+            before, least = least, min(self.placements, key=lambda own: self.needs(own).least_bytes)
+            if least is before:
+                break
+        return least
+
+    def fitting(self) -> tuple[Placement, float]:
+        """Return a placement that fits the budget, and its seconds, after a full search.
+
+        Raises:
+            BudgetError: none fits.
+        """
+        refused: list[BudgetError] = []
+        for placement in sorted(self.placements, key=lambda own: self.needs(own).first_bytes):
+            try:
+                chosen = choose(self.graph, self.context_with(placement), self.budget)
+            except BudgetError as error:
+                refused.append(error.with_traceback(None))
+            else:
+                return placement, chosen.candidate.total_s + placement.transfer_s
+        raise min(refused, key=lambda error: error.least_budget_bytes or 0)
+
+    def seconds_at_hand(self, placement: Placement) -> float | None:
+        """Return the seconds of the fastest step with a placement, of the candidates at hand.
+
+        ``None``: none of them fits.
+        """
+        budget_bytes, context = self.budget.nbytes, self.context_with(placement)
+        assert budget_bytes is not None
+        first, *_ = budget_contexts(self.graph, context, self.budget)
+        for each in (first, context):
+            available = pools(self.graph, each, None)
+            if least_of(available).least_bytes > budget_bytes:
+                return None
+        _, candidate = fastest(available, budget_bytes)
+        return candidate.total_s + placement.transfer_s
 
 
-def _seconds_at_hand(
-    graph: Graph, budget: TrainingBudget, placement: Placement, context: StepContext
-) -> float | None:
-    """Return the seconds of the fastest step with a placement, of the candidates at hand.
-
-    ``None``: none of them fits.
-    """
-    budget_bytes = budget.nbytes
-    assert budget_bytes is not None
-    first, *_ = budget_contexts(graph, context, budget)
-    for each in (first, context):
-        available = pools(graph, each, None)
-        if least_of(available).least_bytes > budget_bytes:
-            return None
-    _, candidate = fastest(available, budget_bytes)
-    return candidate.total_s + placement.transfer_s
+MOST_SEARCHES = 3
+"""How often a placement of less memory is searched for."""

@@ -29,6 +29,7 @@ from fxremat.calls.watch import (
 from fxremat.graph.compiled_plan import CompiledPlan
 from fxremat.graph.further import link_of
 from fxremat.graph.graph import Graph
+from fxremat.ir import TrainingState
 from fxremat.loop.hosting import NOTHING
 from fxremat.loop.loop import Loop
 from fxremat.loop.placement import Placement
@@ -71,7 +72,12 @@ def plan_first_call(
     load_feedback(graph)
     values = [inputs.get(i) for i in range(graph.signature.primal_count)]
     if loop.hosting is not None and not loop.hosting.is_chosen:
-        _place(loop, graph, values, several=regions.several or kept is not None)
+        _place(loop, graph, values, kept=kept, several=regions.several)
+        try:
+            return plan_first_call(loop, regions, graph, inputs, kept=kept)
+        except BaseException:
+            loop.hosting.release()
+            raise
     fields, _ = context_fields(loop, graph, values, graph.sizes.hints, several=regions.several)
     own = context_of(loop, graph, fields, several=regions.several)
     context = regions.unplanned_context(loop, graph, own) if regions.several else own
@@ -83,14 +89,19 @@ def plan_first_call(
     return compiled
 
 
-def _place(loop: Loop, graph: Graph, values: Sequence[Any], *, several: bool) -> None:
+def _place(
+    loop: Loop, graph: Graph, values: Sequence[Any], *, kept: Plan | None, several: bool
+) -> None:
     """Choose what optimizer state and gradients live in host memory, and move them there.
+
+    All of them do if the step has several graphs, or if several processes must choose alike.
 
     Args:
         loop: the training loop of the model.
         graph: the first graph that was captured.
         values: the values of its primals.
-        several: the step has several graphs, or follows a saved plan: all of them live there.
+        kept: a saved plan to follow, with what was in host memory when it was made.
+        several: whether the step has several graphs.
 
     Raises:
         BudgetError, CostError, HostMemoryError: see :func:`fxremat.compile`.
@@ -107,13 +118,23 @@ def _place(loop: Loop, graph: Graph, values: Sequence[Any], *, several: bool) ->
     try:
         chosen = choices[-1]
         host = graph.options.host
-        if not (several or (host is not None and host.all_state)):
+        if kept is not None:
+            alike = (
+                own for own in choices if _amounts(own.summary) == _amounts(kept.training_state)
+            )
+            chosen = next(alike, chosen)
+        elif not (several or loop.peers is not None or (host is not None and host.all_state)):
             chosen = choose_placement(graph, loop.budget, choices, context_with)
     finally:
         hosting.placement = NOTHING
     with torch_compat.real_execution():  # this is inside of a capture
         hosting.use(chosen)
     graph.training_state = chosen.summary
+
+
+def _amounts(placed: TrainingState | None) -> tuple[int, int]:
+    """Return the bytes of state and of gradients in host memory."""
+    return (placed.state_bytes, placed.gradient_bytes) if placed is not None else (0, 0)
 
 
 def begin(

@@ -119,7 +119,6 @@ class Hosting:
             self._replace_steps(placement)
         except BaseException:
             self.release()
-            self.is_chosen = False
             raise
 
     def _replace_steps(self, placement: Placement) -> None:
@@ -144,7 +143,7 @@ class Hosting:
         for step in self._steps:
             step.remove()
         self._steps.clear()
-        self.placement = NOTHING
+        self.placement, self.is_chosen = NOTHING, False
 
     def gradients_among(
         self, leaves: Sequence[Tensor | None], computed: Iterable[int]

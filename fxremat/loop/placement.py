@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,7 @@ class Trained:
             gradient: whether its gradient is in host memory.
         """
         copies = 1 + self.costs.temporary  # it can be undone
-        return int(copies * self.nbytes) + self.state_bytes + gradient * self.nbytes
+        return math.ceil(copies * self.nbytes) + self.state_bytes + gradient * self.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from fxremat.errors import CaptureError
 from fxremat.runtime.arena import Arena, HostLimit, lease_of
 from fxremat.runtime.lease import Arrival, Lease
 from fxremat.runtime.memory import Lent
-from fxremat.runtime.operators import list_length, one_by_one, written
+from fxremat.runtime.operators import list_length, one_by_one, treats_each, written
 from fxremat.runtime.slots import assign_slots, slot_bytes
 
 aten = torch.ops.aten
@@ -318,5 +318,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     with torch.no_grad():
         for own in targets:
             _store(copies[id(own)], own.host)
+    # A backward checks that what it reads was not written to.
+    torch.autograd.graph.increment_version([own.host for own in targets])
+    if treats_each(func):  # autograd counts the writes of all other operators
+        torch.autograd.graph.increment_version(targets)
     # What an operator writes to and returns is the caller's tensor, not the copy.
     return pytree.tree_map(lambda made: originals.get(id(made), made), result)

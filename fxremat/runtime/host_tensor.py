@@ -21,6 +21,7 @@ from fxremat import torch_compat
 from fxremat.errors import TransferError
 from fxremat.runtime.arena import Arena, HostLimit, lease_of
 from fxremat.runtime.lease import Arrival
+from fxremat.runtime.operators import list_length, one_by_one, treats_each, written
 from fxremat.runtime.slots import slot_bytes
 
 aten = torch.ops.aten
@@ -317,9 +318,9 @@ class HostTensor(torch_compat.OffDevice):
                     f"{func} would change the shape, the strides or the storage of "
                     f"{changed[0]._described()}"
                 )
-        count = _list_length(func, args)
+        count = list_length(func, args)
         if count > 1:
-            return _one_by_one(func, args, kwargs, count)
+            return one_by_one(_run, func, args, kwargs, count)
         return _run(func, args, kwargs)
 
 
@@ -369,55 +370,16 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
     given = pytree.tree_map(fetched, (args, kwargs))
     result = func(*given[0], **given[1])
-    written = {id(host.content) for host in _written(func, args, kwargs)}
-    for key in written:
+    changed = _written(func, args, kwargs)
+    for key in {id(host.content) for host in changed}:
         content, base = bases[key]
         content.store(base)
-    if _treats_each(func):  # autograd counts the writes of all other operators
-        torch.autograd.graph.increment_version(_written(func, args, kwargs))
+    if treats_each(func):  # autograd counts the writes of all other operators
+        torch.autograd.graph.increment_version(changed)
     # What an operator writes to and returns is the caller's tensor, not the copy.
     return pytree.tree_map(lambda made: originals.get(id(made), made), result)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[HostTensor]:
     """Return the host tensors that ``func`` writes to, as its schema says."""
-    written: list[HostTensor] = []
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            leaves = pytree.tree_leaves(value)
-            written += [leaf for leaf in leaves if isinstance(leaf, HostTensor)]
-    return written
-
-
-def _list_length(func: Any, args: Any) -> int:
-    """Return the length of the lists of an operator that treats each element by itself, else 0."""
-    if not _treats_each(func):
-        return 0
-    first = args[0]
-    return len(first) if isinstance(first, (list, tuple)) else 0
-
-
-def _treats_each(func: Any) -> bool:
-    """Return whether an operator treats each element of its lists by itself."""
-    name: str = func._schema.name
-    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
-
-
-def _one_by_one(func: Any, args: Any, kwargs: Any, count: int) -> Any:
-    """Run a ``foreach`` operator for one element of its lists at a time."""
-
-    def element(value: Any, at: int) -> Any:
-        is_list = isinstance(value, (list, tuple)) and len(value) == count
-        return [value[at]] if is_list else value
-
-    results: list[Any] = []
-    for at in range(count):
-        made = _run(
-            func,
-            tuple(element(value, at) for value in args),
-            {name: element(value, at) for name, value in kwargs.items()},
-        )
-        if made is not None:
-            results += made
-    return results or None
+    return [own for own in written(func, args, kwargs) if isinstance(own, HostTensor)]

@@ -20,11 +20,16 @@ def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def list_length(func: Any, args: Any) -> int:
     """Return the length of the lists of an operator that treats each element by itself, else 0."""
-    name = func._schema.name
-    if not name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")):
+    if not treats_each(func):
         return 0
     first = args[0]
     return len(first) if isinstance(first, (list, tuple)) else 0
+
+
+def treats_each(func: Any) -> bool:
+    """Return whether an operator treats each element of its lists by itself."""
+    name: str = func._schema.name
+    return name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
 
 
 def one_by_one(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fxremat
 from fxremat.costs.measured.measure import peak_of, resident_bytes
-from fxremat.errors import TransferError
+from fxremat.errors import BackwardError, TransferError
 from fxremat.module import moving
 from fxremat.options.arguments import Arguments
 from fxremat.runtime import host_parameter
@@ -136,6 +136,22 @@ def test_a_checkpoint_is_that_of_a_model_without_host_memory():
     )
     plain.load_state_dict(state)
     check_same(list(plain.parameters()), list(Adapters().parameters()))
+
+
+@pytest.mark.parametrize("write", ["in_place", "foreach"])
+def test_a_write_between_forward_and_backward_is_an_error(write: str):
+    """As in eager: the backward would read other values than the forward."""
+    model, call = compiled("min")
+    moved = [own for own in model.parameters() if isinstance(own, HostParameter)]
+    loss = call(TOKENS)
+    with torch.no_grad():
+        if write == "foreach":
+            torch._foreach_mul_(moved, 1.5)
+        else:
+            for own in moved:
+                own.mul_(1.5)
+    with pytest.raises(BackwardError):
+        loss.backward()
 
 
 def test_safetensors_saves_parameters_in_host_memory(tmp_path):
