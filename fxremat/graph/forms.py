@@ -14,7 +14,7 @@ from fxremat.options.arguments import Split
 from fxremat.passes.joint.batchnorm import is_inverse
 from fxremat.passes.joint.constraints import Policy
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.masks import only_for_masks
+from fxremat.passes.joint.masks.replace import only_for_masks
 from fxremat.passes.parts.early_gradients import parts_of
 from fxremat.passes.parts.parts import Parts
 from fxremat.passes.split.losses import has_losses

@@ -43,7 +43,7 @@ from fxremat.passes.joint.constraints import constrain, describe, unconstrained
 from fxremat.passes.joint.data_sizes import is_bundle, is_composite
 from fxremat.passes.joint.digest import digest, structure_digest
 from fxremat.passes.joint.graph import JointGraph, tensors_of
-from fxremat.passes.joint.masks import always
+from fxremat.passes.joint.masks.replace import always
 from fxremat.passes.joint.sizes import Values
 from fxremat.passes.parts.early_gradients import parts_of
 from fxremat.passes.parts.parts import Changed, Parts

@@ -14,7 +14,7 @@ from fxremat.errors import ArgumentError
 from fxremat.ir import MeasuredLink
 from fxremat.loop.optimizer_state import StateBytes
 from fxremat.loop.placement import Placement, Trained, placements, trained_parameters
-from fxremat.loop.windows import WindowedStep
+from fxremat.loop.windowed_step import WindowedStep
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.host_tensor import HostSpace, Place
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fxremat import torch_compat
 from fxremat.errors import ArgumentError
 from fxremat.loop.optimizer_state import copied_optimizer
-from fxremat.loop.windows import WindowedStep
+from fxremat.loop.windowed_step import WindowedStep
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.host_tensor import HostSpace
 

@@ -15,7 +15,7 @@ from fxremat.errors import FxrematError
 from fxremat.ir import TRACED, Form
 from fxremat.passes.fuse.unit import Units
 from fxremat.passes.joint.layouts import Left
-from fxremat.passes.joint.masks import CanReplace
+from fxremat.passes.joint.masks.replace import CanReplace
 from fxremat.passes.split.rewrite import OtherBits
 from fxremat.passes.split.run import Looks
 from fxremat.passes.step_graph import StepGraph

@@ -27,7 +27,7 @@ from fxremat.costs.measured.cost import Measured, runs_of, stage_blocks, whole_b
 from fxremat.costs.measured.work import Floats, Works
 from fxremat.ir import RecordedCosts, StageSeconds
 from fxremat.passes.joint.graph import JointGraph, StorageTable, tensors_of
-from fxremat.passes.joint.masks import mask_of
+from fxremat.passes.joint.masks.replace import mask_of
 from fxremat.passes.parts.parts import Parts
 from fxremat.passes.stages.block import Block, BlockCache, Mode, call_of
 from fxremat.passes.stages.linearize import Line

@@ -13,8 +13,8 @@ from fxremat.costs.measured.bits import comparisons
 from fxremat.costs.measured.cache import CostCache
 from fxremat.costs.measured.execute import HeldBytes, undisturbed
 from fxremat.costs.measured.synthetic import made_up
-from fxremat.passes.joint.formula_rules import arguments_of
-from fxremat.passes.joint.masks import KERNELS, Kernel
+from fxremat.passes.joint.masks.replace import KERNELS, Kernel
+from fxremat.passes.joint.masks.rules import arguments_of
 from fxremat.passes.joint.sizes import Following, layouts_of
 from fxremat.passes.parts.bits import are_equal
 from fxremat.passes.stages.block import Key, tensor_key
@@ -63,10 +63,11 @@ class MaskBits:
         Kernels are compared for made-up numbers: for the traced shapes, or with fewer queries and
         keys where there are more than ``LONGEST``. If the length follows sizes, they are also
         compared for ``LENGTHS``. Numbers that are not finite reach earlier queries through a mask,
-        but not without it. This function is a :data:`fxremat.passes.joint.masks.CanReplace`.
+        but not without it. This function is a ``CanReplace`` of
+        :mod:`fxremat.passes.joint.masks.replace`.
 
         Args:
-            node: an operation of :data:`fxremat.passes.joint.masks.KERNELS` that reads a mask.
+            node: an operation of ``KERNELS`` that reads a mask.
             causal: whether the mask is causal, and replaced by ``is_causal``; otherwise it excludes
                 nothing.
 

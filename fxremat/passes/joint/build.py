@@ -10,7 +10,7 @@ from torch import fx
 
 from fxremat import torch_compat
 from fxremat.errors import CaptureError, GraphError, SizesError
-from fxremat.passes.joint import batchnorm, masks, rng, user_kernels
+from fxremat.passes.joint import batchnorm, rng, user_kernels
 from fxremat.passes.joint.constraints import constraint_of
 from fxremat.passes.joint.fixed_sizes import is_symbolic
 from fxremat.passes.joint.graph import (
@@ -22,6 +22,7 @@ from fxremat.passes.joint.graph import (
     tensors_of,
     values_of,
 )
+from fxremat.passes.joint.masks.replace import CanReplace, replace_masks
 from fxremat.passes.joint.sizes import Sizes, describe_like
 
 SMALL_BYTES = 512
@@ -36,7 +37,7 @@ def build_joint_graph(
     exact: bool = True,
     shared: bool = True,
     sizes: Sizes | None = None,
-    can_replace: masks.CanReplace | None = None,
+    can_replace: CanReplace | None = None,
 ) -> JointGraph:
     """Build the joint graph of a step from what AOTAutograd traced.
 
@@ -73,7 +74,7 @@ def build_joint_graph(
     _erase_detach(graph)
     user_kernels.make_results_inside(graph)
     if can_replace is not None:
-        masks.replace_masks(graph, sizes or Sizes(), can_replace)
+        replace_masks(graph, sizes or Sizes(), can_replace)
     _gather_operations(graph)
     _eliminate_dead_code(graph)
     batchnorm.drop_running_statistics(graph)

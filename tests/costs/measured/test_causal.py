@@ -16,9 +16,9 @@ from fxremat.costs.measured.causal import MaskBits
 from fxremat.costs.measured.synthetic import made_up
 from fxremat.passes.joint.build import build_joint_graph
 from fxremat.passes.joint.fixed_sizes import fix_sizes
-from fxremat.passes.joint.formula_rules import arguments_of
 from fxremat.passes.joint.graph import JointGraph
-from fxremat.passes.joint.masks import KERNELS, CanReplace, always
+from fxremat.passes.joint.masks.replace import KERNELS, CanReplace, always
+from fxremat.passes.joint.masks.rules import arguments_of
 from fxremat.sizing import fake
 from fxremat.sizing.fake import FakeCopies
 from tests.harness import SEED, Captured, capture, run_traced

@@ -2,7 +2,7 @@
 
 Attention masks are mostly made of positions: query 7 sees key 5 because 5 is not after 7. Such a
 tensor is described here by a formula in its indices and in the symbols of the graph. The formula
-holds at all sizes, and nothing is computed to find it (:mod:`fxremat.passes.joint.formulas`).
+holds at all sizes, and nothing is computed to find it (:mod:`fxremat.passes.joint.masks.formulas`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxremat.errors import ArgumentError, HostMemoryError, TransferError
 from fxremat.loop.trial import step_costs
-from fxremat.loop.windows import WindowedStep
+from fxremat.loop.windowed_step import WindowedStep
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.host_tensor import HostSpace, HostTensor
 from tests.moving import failing, intercept_copies

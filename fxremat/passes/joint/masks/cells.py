@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from fxremat.passes.joint.positions import EVERYWHERE, NOWHERE, Area, Box, Chosen, Number
+from fxremat.passes.joint.masks.positions import EVERYWHERE, NOWHERE, Area, Box, Chosen, Number
 
 MOST_AREAS = 3
 """Choices by more areas are not combined."""

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.formula_rules import RULES, Call, Rule, filled, pointwise
-from fxremat.passes.joint.positions import EVERYWHERE, Box, Value, expression_of
+from fxremat.passes.joint.masks.positions import EVERYWHERE, Box, Value, expression_of
+from fxremat.passes.joint.masks.rules import RULES, Call, Rule, filled, pointwise
 from fxremat.passes.joint.sizes import Sizes, layouts_of
 
 _NAMESPACES = ("aten", "prims")

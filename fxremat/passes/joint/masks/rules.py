@@ -1,7 +1,7 @@
 """What operators of aten compute from tensors that follow from positions, without running them.
 
 Each rule returns what an operator computes from affine and chosen tensors
-(:mod:`fxremat.passes.joint.positions`). What an operator without a rule computes is unknown.
+(:mod:`fxremat.passes.joint.masks.positions`). What an operator without a rule computes is unknown.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fxremat import torch_compat
-from fxremat.passes.joint.cells import combined
-from fxremat.passes.joint.positions import (
+from fxremat.passes.joint.masks.cells import combined
+from fxremat.passes.joint.masks.positions import (
     EVERYWHERE,
     Affine,
     Box,

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxremat.passes.joint.fixed_sizes import fix_sizes
-from fxremat.passes.joint.formulas import Formulas
-from fxremat.passes.joint.positions import Affine, Value
+from fxremat.passes.joint.masks.formulas import Formulas
+from fxremat.passes.joint.masks.positions import Affine, Value
 from fxremat.passes.joint.sizes import Sizes
 
 SIZES = ((5, 7), (7, 7), (12, 3), (2, 30))

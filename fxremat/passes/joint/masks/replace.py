@@ -4,7 +4,7 @@ Traced code often computes a causal mask where eager code asks for causal attent
 does so in each of its language models. Such a mask takes bytes for every pair of a query and a key,
 and the kernel of a CPU also visits the keys that it excludes. A mask that excludes nothing is
 computed, too. Which keys a mask lets a query see follows from its formula
-(:mod:`fxremat.passes.joint.formulas`), for all sizes and on all devices.
+(:mod:`fxremat.passes.joint.masks.formulas`), for all sizes and on all devices.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxremat.passes.joint.formula_rules import arguments_of
-from fxremat.passes.joint.formulas import Formulas
-from fxremat.passes.joint.positions import EVERYWHERE, Affine, Area, Chosen
+from fxremat.passes.joint.masks.formulas import Formulas
+from fxremat.passes.joint.masks.positions import EVERYWHERE, Affine, Area, Chosen
+from fxremat.passes.joint.masks.rules import arguments_of
 from fxremat.passes.joint.sizes import Sizes, layouts_of
 
 aten = torch.ops.aten
