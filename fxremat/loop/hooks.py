@@ -62,8 +62,8 @@ def _takes(hook: Callable[..., Any], calls: int) -> bool:
     if len(names) <= len(bound):
         return False
     given = dict(zip(names, bound, strict=False))
-    known = ChainMap(given, _cells_of(hook), hook.__globals__, vars(builtins))
-    return _Reader(names[len(bound)], known, calls).takes(parsed.body)
+    values = ChainMap(given, _cells_of(hook), hook.__globals__, vars(builtins))
+    return _Reader(names[len(bound)], values, calls).takes(parsed.body)
 
 
 @functools.lru_cache(maxsize=256)
@@ -79,13 +79,13 @@ def _source_of(code: types.CodeType) -> ast.FunctionDef | None:
 
 def _cells_of(function: types.FunctionType) -> dict[str, Any]:
     """Return what the names of enclosing functions that a function uses stand for."""
-    known = {}
+    values = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
-            known[name] = cell.cell_contents
+            values[name] = cell.cell_contents
         except ValueError:  # it is not assigned yet
-            known[name] = _UNKNOWN
-    return known
+            values[name] = _UNKNOWN
+    return values
 
 
 @dataclass(slots=True)
@@ -94,12 +94,12 @@ class _Reader:
 
     Attributes:
         parameter: the name of the parameter.
-        known: what free names stand for.
+        names: what free names stand for.
         calls: how many functions deep calls are followed.
     """
 
     parameter: str
-    known: Mapping[str, Any]
+    names: Mapping[str, Any]
     calls: int
 
     def takes(self, body: Iterable[ast.stmt]) -> bool:
@@ -179,14 +179,14 @@ class _Reader:
         """Return what a name, or an attribute of one, stands for; no code of the user's is run."""
         match node:
             case ast.Name(id=name):
-                return self.known.get(name, _UNKNOWN)
+                return self.names.get(name, _UNKNOWN)
             case ast.Attribute(value=of, attr=name):
                 owner = self._value(of)
-                found = inspect.getattr_static(owner, name, _UNKNOWN)
-                if isinstance(found, types.FunctionType) and not isinstance(
+                value = inspect.getattr_static(owner, name, _UNKNOWN)
+                if isinstance(value, types.FunctionType) and not isinstance(
                     owner, types.ModuleType
                 ):
-                    return types.MethodType(found, owner)
-                return found
+                    return types.MethodType(value, owner)
+                return value
             case _:
                 return _UNKNOWN

@@ -190,13 +190,13 @@ def _drop_new_hooks(
     parameters: Iterable[torch.Tensor], before: Iterable[Mapping[int, Any]]
 ) -> bool:
     """Remove post-accumulate hooks that did not exist ``before``; return whether any did not."""
-    found = False
+    removed = False
     for parameter, own in zip(parameters, before, strict=True):
         hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks or {}
         for key in hooks.keys() - own.keys():
             del hooks[key]
-            found = True
-    return found
+            removed = True
+    return removed
 
 
 def _existing_state(

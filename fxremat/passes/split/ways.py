@@ -71,19 +71,19 @@ class Ways:
             self._kinds[node] = _kind_of(node)
         key = self._kinds[node], repr(count), int(count), width
         if key not in self._cache:
-            found = ways(node, product((count, width)))
-            self._cache[key] = found if width == 1 else tuple(_wider(node, found, width))
+            made = ways(node, product((count, width)))
+            self._cache[key] = made if width == 1 else tuple(_wider(node, made, width))
         return self._cache[key]
 
 
-def _wider(node: fx.Node, found: Iterable[Way], width: int) -> Iterator[Way]:
-    """Yield each of ``found`` with rows that are ``width`` times as wide, if that is possible.
+def _wider(node: fx.Node, narrow: Iterable[Way], width: int) -> Iterator[Way]:
+    """Yield each of ``narrow`` with rows that are ``width`` times as wide, if that is possible.
 
     The last dimension of the rows must be a multiple of ``width`` at all sizes.
     """
     shapes = [shape_of(n) for n in node.all_input_nodes if is_tensor(n)]
     shapes += [layout.shape for layout in layouts_of(node)]
-    for way in found:
+    for way in narrow:
         pairs = zip(shapes, (*way.inputs, *way.outputs), strict=True)
         sizes = [shape[where.last - 1] for shape, where in pairs if isinstance(where, Rows)]
         if not names_in(sizes) and all(int(size) % width == 0 for size in sizes):
