@@ -78,8 +78,14 @@ def _rounded(number: int, multiple: int) -> int:
 
 
 def _flash(args: Any, sizes: Sizes, in_parts: bool) -> int:
-    ((batch, heads, queries, _),) = _shapes(args[0], sizes)
-    return SPLIT_BYTES if batch * heads * -(-queries // 64) < BLOCKS else 0
+    """Return an upper bound: partial results for as many splits of the keys as there may be."""
+    ((batch, heads, queries, width),) = _shapes(args[0], sizes)
+    ((_, _, keys, _),) = _shapes(args[1], sizes)
+    splits = -(-keys // (256 if width <= 64 else 128 if width <= 128 else 64))
+    if splits == 1 or batch * heads * -(-queries // 64) >= BLOCKS:
+        return 0
+    rows = batch * heads * queries
+    return min(SPLIT_BYTES, splits * rows * (_rounded(width, 32) + 1) * FLOAT_BYTES)
 
 
 def _flash_backward(args: Any, sizes: Sizes, in_parts: bool) -> int:
