@@ -90,8 +90,9 @@ class Lease(abc.ABC):
         Raises:
             TransferError: the copy failed.
         """
-        self.check_process()
-        self.wait_for(self._prefetch(fresh, offset))
+        # An interrupt may come after the copy has started, so it is one that may be abandoned.
+        self.start_filling(fresh, offset=offset)
+        Arrival.wait(fresh)
 
     def start_filling(self, fresh: Tensor, *, offset: int) -> None:
         """Start to copy from byte ``offset`` to ``fresh``, uint8; see :class:`Arrival`.

@@ -10,7 +10,8 @@ runs is up to the loop, with the order that autograd sees to:
   the one stream that was used on the other is handed out again.
 
 The runtime relies on these and on nothing else: steps on the two streams are not ordered,
-and share the lanes and, one after the other, the arena's blocks.
+and share the lanes and, one after the other, the arena's blocks. The steps of one loop also
+share parameters in host memory, which they copy to the device, read, and sometimes write.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ import torch
 from torch import Tensor
 
 from fxremat.runtime import transfer
-from fxremat.runtime.arena import Arena
+from fxremat.runtime.arena import Arena, lease_of
+from fxremat.runtime.lease import Arrival
 from tests.clocks import GRAIN_BYTES
 from tests.fake_streams import Device, FakeStream, fake_device
 
+N_PARAMETERS = 2
 MOST_HOST_BYTES = 12 * 4 * GRAIN_BYTES
 """What no program needs more than."""
 
@@ -161,6 +164,7 @@ MOST_POINTS = 80
 """How many chances an error lets pass in calls of its operator: before and after each thing
 that these ask of the device, and at their ends."""
 OPERATORS = ("open_arena", "offload", "release", "prefetch", "wait", "compute")
+OF_PARAMETERS = ("fill", "start_filling", "take", "wait")
 
 
 P = ParamSpec("P")
@@ -175,7 +179,7 @@ class Faults:
     """An error at a random point of what an operator does, once in most loops."""
 
     def __init__(self, draw: random.Random) -> None:
-        self._operator = draw.choice(OPERATORS)
+        self._operator = draw.choice(OF_PARAMETERS if draw.random() < 1 / 4 else OPERATORS)
         self._left = draw.randrange(MOST_POINTS) if draw.random() < 3 / 4 else None
         self._inside: dict[int, str] = {}
 
@@ -261,6 +265,54 @@ def in_thread(run: Callable[[], None]) -> None:
         raise errors.pop()
 
 
+class Parameters:
+    """Values in host memory that outlive the steps of their loop.
+
+    Attributes:
+        nbytes: size of each value.
+    """
+
+    def __init__(self, device: Device, faults: Faults, number: Callable[[], int]) -> None:
+        self.nbytes = 2 * GRAIN_BYTES
+        self._device, self._faults, self._number = device, faults, number
+        self._arena = Arena(N_PARAMETERS * self.nbytes, device=CPU)
+        self._lease = lease_of(self._arena.open())
+        self._numbers: list[int | None] = [None] * N_PARAMETERS
+        for which in range(N_PARAMETERS):
+            self.write(which)
+
+    def fetch(self, which: int) -> Tensor:
+        """Its value on the device."""
+        fresh = self._device.allocate(self.nbytes)
+        self._faults.call(self._lease.fill, fresh, offset=which * self.nbytes)
+        return fresh
+
+    def start_fetching(self, which: int) -> Tensor:
+        """Its value on the device, once waited for."""
+        fresh = self._device.allocate(self.nbytes)
+        self._faults.call(self._lease.start_filling, fresh, offset=which * self.nbytes)
+        return fresh
+
+    def read(self, which: int, fetched: Tensor) -> None:
+        """A computation that reads what was fetched, as long as nothing writes in between."""
+        number = self._numbers[which]
+        if number is not None:
+            self._device.expect(fetched, number)
+
+    def write(self, which: int) -> None:
+        """A new value, made on the device, whose memory is handed out again at once."""
+        fresh = self._device.allocate(self.nbytes)
+        number = self._number()
+        self._device.write(fresh, number)
+        self._numbers[which] = None  # if that fails, either is there
+        self._faults.call(self._lease.take, fresh, offset=which * self.nbytes)
+        self._numbers[which] = number
+
+    def close(self) -> None:
+        """Give the memory back, while copies may be queued."""
+        self._arena.close()
+
+
 class Step:
     """One step of a loop, with all that it holds.
 
@@ -277,6 +329,7 @@ class Step:
         self._tensors: dict[int, Tensor] = {}
         self._coming: dict[int, Tensor] = {}
         self._host: Tensor | None = None
+        self._early: dict[int, Tensor] = {}
 
     def forward(self) -> None:
         """All places before the turn; what leaves then has left."""
@@ -286,6 +339,7 @@ class Step:
         for place in range(self._program.turn):
             self._at(place)
         self._leave(self._program.turn)
+        self._early.clear()
 
     def backward(self) -> None:
         """All places from the turn on."""
@@ -295,10 +349,11 @@ class Step:
     def drop(self) -> None:
         """What is still there goes in any order."""
         # Lists of one: dropping what is in them is dropping it.
-        held = [[tensor] for tensor in (*self._tensors.values(), *self._coming.values())]
+        of_all = self._tensors, self._coming, self._early
+        held = [[tensor] for tensors in of_all for tensor in tensors.values()]
         if self._host is not None:
             held.append([self._host])
-        self._tensors, self._coming, self._host = {}, {}, None
+        self._tensors, self._coming, self._early, self._host = {}, {}, {}, None
         self._loop.draw.shuffle(held)
         for one in held:
             one.clear()
@@ -307,6 +362,7 @@ class Step:
         if place != self._program.turn:
             self._leave(place)
         self._come_back(place)
+        self._use_parameters()
         values = self._program.values
         for i, tensor in self._tensors.items():
             if values[i].read_by(place):
@@ -315,6 +371,23 @@ class Step:
         for i in [i for i in self._tensors if values[i].next <= place]:
             del self._tensors[i]
         self._device.progress(self._loop.draw.randrange(4))
+
+    def _use_parameters(self) -> None:
+        """Maybe read one, which was fetched early or is now, and write one."""
+        draw, parameters = self._loop.draw, self._loop.parameters
+        which = draw.randrange(3 * N_PARAMETERS)
+        if parameters is None or which >= N_PARAMETERS:
+            return
+        if which in self._early:
+            self._loop.faults.call(Arrival.wait, self._early[which])
+            parameters.read(which, self._early.pop(which))
+        else:
+            parameters.read(which, parameters.fetch(which))
+        if draw.random() < 1 / 2:
+            parameters.write(which)
+        following = draw.randrange(N_PARAMETERS)
+        if following not in self._early:
+            self._early[following] = parameters.start_fetching(following)
 
     def compute(self, place: int) -> Tensor:
         """The value that is made there."""
@@ -359,6 +432,7 @@ class Loop:
         faults: errors of the runtime.
         arena: host memory that all loops share.
         number: what the values are filled with.
+        parameters: in host memory, in half of the loops.
     """
 
     def __init__(
@@ -374,9 +448,20 @@ class Loop:
         self.draw = device.draw
         self._streams = streams
         self._open: list[Step] = []
+        self.parameters: Parameters | None = None
 
     def run(self) -> None:
         """Some steps; the last is a whole one, whatever happened before."""
+        try:
+            if self.draw.random() < 1 / 2:
+                self.parameters = Parameters(self.device, self.faults, self.number)
+        except Fault:
+            pass
+        self._run()
+        if self.parameters is not None:
+            self.parameters.close()
+
+    def _run(self) -> None:
         for _ in range(self.draw.randint(2, 4)):
             self._begin()
             while self._open and (len(self._open) > 2 or self.draw.random() < 2 / 3):
