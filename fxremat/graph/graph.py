@@ -176,6 +176,7 @@ class Graph:
         self.parameters_in_host: tuple[int, ...] = ()
         self.model, self._from_data = model, from_data
         self._refused: set[str] = set()
+        self._uncompared: set[str] = set()
         self.costs = costs
         self.store = store or Store(None)
         self._digests = digest(
@@ -459,7 +460,22 @@ class Graph:
         if self._target is not None or (self._from_data and self.sizes):
             return Changed() if parts.certain else every
         sizes = tuple(parts.hints.values())
-        return other_bits(parts, given, sizes, cache=cost_cache(), note=self._note_measuring)
+        try:
+            return other_bits(parts, given, sizes, cache=cost_cache(), note=self._note_measuring)
+        except torch.OutOfMemoryError:
+            self._uncompared.add(str(parts))
+            return every
+
+    @property
+    def hint(self) -> str:
+        """A further remedy for an error that says that the budget is too small; often empty."""
+        if not self._uncompared:
+            return ""
+        return (
+            f". The device's free memory is too small to compute {len(self._uncompared)} runs of "
+            "operations at once, so nothing shows that they have the same bits in parts: "
+            "bits='rounding' allows parts without that"
+        )
 
     def take(self, line: Line, form: Form, *, costs: RecordedCosts | None = None) -> Variant:
         """Add a variant of the graph, and return it.
@@ -636,7 +652,15 @@ class Graph:
             cache=cost_cache(),
             progress=self.progress,
         )
-        self.store.put("costs", key, RecordedCosts, measured.costs)
+        if measured.too_large:
+            LOG.info(
+                "%d operations do not fit in the device's free memory by themselves (%s …): no "
+                "plan runs them whole",
+                len(measured.too_large),
+                measured.too_large[0],
+            )
+        else:
+            self.store.put("costs", key, RecordedCosts, measured.costs)
         return measured
 
 

@@ -276,7 +276,7 @@ def _resolved(graph: Graph, budget: TrainingBudget, limit: Budget, needs: Needs)
         most_bytes=needs.most_bytes,
         needed_by=lambda: least_of(needs.pools).describe_least() if raises else "",
         also_held=graph.described(needs.context),
-        hint="" if budget.accepted else budget.hint,
+        hint=graph.hint + ("" if budget.accepted else budget.hint),
     )
 
 

@@ -45,7 +45,7 @@ from fxremat.costs.measured.cost import stage_blocks
 from fxremat.costs.measured.execute import Operations, undisturbed
 from fxremat.costs.measured.synthetic import Synthesizer
 from fxremat.costs.measured.tuning import tune_kernels
-from fxremat.costs.measured.work import Floats, Work, Works, ratio
+from fxremat.costs.measured.work import Floats, Work, Works, rates_of, ratio
 from fxremat.ir import RecordedCosts, Request, StageSeconds
 from fxremat.passes.fuse.unit import Unit, compile_units
 from fxremat.passes.joint.graph import granule_of
@@ -63,10 +63,6 @@ aten = torch.ops.aten
 Indices = NDArray[np.int64]
 
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-
-CALL_S = 1e-6
-"""Least seconds of an operation, where none was measured that does nothing else."""
-
 
 class ScaledCosts:
     """Costs of a line at any size, scaled from those that were measured at the size of the capture.
@@ -178,34 +174,6 @@ class ScaledCosts:
         sums: Floats = np.zeros_like(self._stages_s)
         np.add.at(sums, self._blocks, each[self._operations])
         return sums
-
-
-def rates_of(nbytes: Floats, flops: Floats, seconds: Floats) -> tuple[float, float, float]:
-    """Fit seconds per call, per byte and per multiply-add to measured operations.
-
-    Args:
-        nbytes: bytes that each operation reads and makes.
-        flops: multiply-adds of each operation.
-        seconds: seconds of each operation. The fit minimizes errors relative to these.
-
-    Returns:
-        Seconds per call, per byte, and per multiply-add.
-    """
-    idle = seconds[(nbytes == 0) & (flops == 0)]
-    call_s = float(np.median(idle)) if idle.size else CALL_S
-    busy = (nbytes > 0) & (seconds > call_s)
-    weight = 1 / np.maximum(seconds[busy], 1e-12)
-    columns = np.stack([nbytes[busy], flops[busy]], axis=1) * weight[:, None]
-    busy_s = (seconds[busy] - call_s) * weight
-    best = (np.inf, 1e-10, 0.0)
-    for used in ((0, 1), (0,), (1,)):
-        rates, *_ = np.linalg.lstsq(columns[:, used], busy_s, rcond=None)
-        all_rates = np.zeros(2)
-        all_rates[list(used)] = rates
-        error = float(np.sum((columns @ all_rates - busy_s) ** 2))
-        if np.all(all_rates >= 0) and error < best[0]:
-            best = (error, float(all_rates[0]), float(all_rates[1]))
-    return call_s, *best[1:]
 
 
 def _operations(line: Line, blocks: BlockCache) -> tuple[Indices, Indices]:
@@ -360,7 +328,10 @@ def _keeps_bits(node: fx.Node, cache: CostCache, note: Note) -> bool:
     args: Any = node.args
     sizes = tuple(map(int, args[count : count + len(parts.hints)]))
     inputs = [n.meta["val"] for n in args[:count]]
-    keeps_bits = not other_bits(parts, inputs, sizes, cache=cache, note=note)
+    try:
+        keeps_bits = not other_bits(parts, inputs, sizes, cache=cache, note=note)
+    except torch.OutOfMemoryError:
+        keeps_bits = False
     parts.confirm_bits(sizes, keeps_bits=keeps_bits)
     return keeps_bits
 

@@ -69,13 +69,16 @@ def other_bits(
         note: called with the most bytes that a comparison held at once.
 
     Returns:
-        The results that differ. These are all results where memory is too small to compute the run
-        twice, where a kernel refuses made-up numbers (as a binary cross entropy refuses numbers
-        outside of 0 to 1), and where integers are both indices and converted to floating-point
-        numbers: only 0 is a valid index everywhere, and sums of zeros show nothing.
+        The results that differ. These are all results where a kernel refuses made-up numbers (as a
+        binary cross entropy refuses numbers outside of 0 to 1), and where integers are both indices
+        and converted to floating-point numbers: only 0 is a valid index everywhere, and sums of
+        zeros show nothing.
 
     Ensures:
         The random generators are as before.
+
+    Raises:
+        torch.OutOfMemoryError: memory is too small to compute the run twice.
     """
     key = (str(parts), *sizes, *map(tensor_key, given))
     if key not in cache.other_bits:
@@ -87,7 +90,7 @@ def other_bits(
                 with torch_compat.noted_bytes(parts.device, note):
                     cache.other_bits[key] = _compare(parts, given, sizes, cache)
             except torch.OutOfMemoryError:
-                return every
+                raise  # less memory may be in use another time
             except (RuntimeError, ValueError, IndexError) as error:
                 LOG.info("%s stays whole, as it takes no made-up numbers: %s", parts, error)
                 cache.other_bits[key] = every

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -46,6 +46,10 @@ class CostCache:
     other_bits: dict[Key, Changed] = field(default_factory=dict)
     left: dict[Key, tuple[Layout, ...] | None] = field(default_factory=dict)
     unmasked: dict[Key, bool] = field(default_factory=dict)
+
+    def copied(self) -> CostCache:
+        """Return a cache with the same measurements, to which further ones can be added."""
+        return CostCache(**{each.name: dict(getattr(self, each.name)) for each in fields(self)})
 
 
 COSTS: dict[Key, CostCache] = defaultdict(CostCache)

@@ -8,16 +8,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
 from fxremat.costs.measured.cache import CostCache
-from fxremat.costs.measured.execute import BLOCK_S, Operations, compile_block, least_s, undisturbed
+from fxremat.costs.measured.execute import (
+    BLOCK_S,
+    Operations,
+    TooLargeError,
+    compile_block,
+    least_s,
+    undisturbed,
+)
 from fxremat.costs.measured.measure import KernelClock
 from fxremat.costs.measured.synthetic import Synthesizer
+from fxremat.costs.measured.work import Works, rates_of
 from fxremat.costs.measured.workspaces import library_workspaces
 from fxremat.errors import FAULT, CostError
 from fxremat.ir import RecordedCosts, Request, StageSeconds
+from fxremat.passes.joint.graph import is_getitem, tensors_of
 from fxremat.passes.stages.block import Block, BlockCache, Key, Mode
 from fxremat.passes.stages.linearize import Line
 from fxremat.progress import MEASURE, Progress
@@ -32,11 +42,14 @@ class Measured:
         costs: costs of the line, by index.
         measuring_bytes: most bytes that measuring held at once, in addition to parameters and
             inputs of the step; 0 where nothing was run.
+        too_large: names of the operations that do not fit in the device's free memory by
+            themselves. In their costs, the workspace is all memory of the device.
     """
 
     line: Line
     costs: RecordedCosts
     measuring_bytes: int = 0
+    too_large: tuple[str, ...] = ()
 
     @staticmethod
     def of(line: Line, costs: RecordedCosts) -> Measured:
@@ -182,6 +195,11 @@ def measure_line(
     In addition to pinned values and those that cross the cuts, memory holds at most the values of
     one stage's forward or backward. Running ends once all further stages have been measured before.
 
+    Where the values of a stage do not fit in a GPU's free memory, each of its operations runs by
+    itself, and the seconds of the stage are the sum of theirs. An operation that does not fit by
+    itself is not run: its seconds are estimated, and its workspace is taken to be all memory of the
+    device, so that no plan within the device runs it whole.
+
     Args:
         line: the stages.
         blocks: blocks of ``line``.
@@ -207,8 +225,12 @@ def measure_line(
             if new and index <= new[-1]:
                 measurer.measure(stage)
         progress(MEASURE, len(stages), len(stages))
-        measured = Measured.of(line, _recorded(line, stages, operations, cache))
-        return replace(measured, measuring_bytes=operations.peak_bytes)
+        costs = _recorded(line, stages, operations, measurer.with_estimates())
+        return replace(
+            Measured.of(line, costs),
+            measuring_bytes=operations.peak_bytes,
+            too_large=measurer.too_large,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +240,7 @@ class _Stage:
     Attributes:
         first, again, backward: see :func:`stage_blocks`.
         whole: see :func:`whole_block`.
+        entering: tensors of earlier stages that it may read: its boundary, and pinned ones.
         staying: tensors that later stages may read: those of the boundary after the stage, and
             pinned ones.
         timed: keys of ``first``, ``again`` and ``backward``; ``None`` for an empty block.
@@ -227,6 +250,7 @@ class _Stage:
     again: Block
     backward: Block
     whole: Block
+    entering: frozenset[fx.Node]
     staying: frozenset[fx.Node]
     timed: tuple[Key | None, ...]
 
@@ -234,9 +258,11 @@ class _Stage:
     def of(line: Line, blocks: BlockCache, index: int) -> _Stage:
         """Return stage ``index`` of ``line``, with the blocks to measure and their keys."""
         three = stage_blocks(line, blocks, index)
+        whole = whole_block(line, blocks, index)
+        entering = line.pinned.union(line.stages[index].boundary)
         staying = line.pinned.union(boundary_after(line, index))
         timed = tuple(blocks.key(b) if b.nodes else None for b in three)
-        return _Stage(*three, whole_block(line, blocks, index), staying, timed)
+        return _Stage(*three, whole, entering, staying, timed)
 
 
 class _Measurer:
@@ -250,6 +276,14 @@ class _Measurer:
         self._operations = operations
         self._cache = cache
         self._clock = KernelClock(line.joint.device)
+        self._too_large: dict[Key, fx.Node] = {}
+        self._single_keys: dict[Key, fx.Node] = {}
+        self._sums: dict[Key, list[Key]] = {}
+
+    @property
+    def too_large(self) -> tuple[str, ...]:
+        """Names of the operations that do not fit in memory by themselves."""
+        return tuple(node.name for node in self._too_large.values())
 
     def is_measured(self, stage: _Stage) -> bool:
         """Return whether all bytes and seconds of ``stage`` are in the cache."""
@@ -265,7 +299,86 @@ class _Measurer:
         return self._cache.workspace_bytes.keys() >= set(self._operations.keys(block).values())
 
     def measure(self, stage: _Stage) -> None:
-        """Run the blocks of ``stage``, cache bytes and seconds, and hold what later stages read."""
+        """Run the blocks of ``stage``, cache bytes and seconds, and hold what later stages read.
+
+        If their values do not fit in memory, each operation runs by itself.
+        """
+        if not self._fits(stage):
+            self._values.keep_only(stage.entering)
+            self._measure_each(stage)
+        self._values.keep_only(stage.staying)
+
+    def _fits(self, stage: _Stage) -> bool:
+        """Measure ``stage``, and return whether memory sufficed."""
+        try:
+            self._measure_whole(stage)
+        except (TooLargeError, torch.OutOfMemoryError):
+            return False
+        return True
+
+    def with_estimates(self) -> CostCache:
+        """Return the cache, with the costs of what could not be measured if there is any.
+
+        Those depend on the memory that was free, so they are in a copy.
+        """
+        cache = self._cache
+        if self._too_large:
+            cache = cache.copied()
+            nbytes = torch.cuda.get_device_properties(self._line.joint.device).total_memory
+            for key in self._too_large:
+                cache.workspace_bytes[key], cache.result_bytes[key] = nbytes, ()
+                cache.as_traced[key], cache.asked[key] = True, ()
+            cache.operation_s.update(self._estimated_s())
+        for block, operations in self._sums.items():
+            cache.seconds[block] = sum(cache.operation_s[key] for key in operations)
+        return cache
+
+    def _estimated_s(self) -> dict[Key, float]:
+        """Return seconds of each operation that is too large, from the work of measured ones."""
+        line = self._line
+        work = Works(line.joint).at(line.joint.sizes.hints)
+        order = [line.order[node] for node in self._single_keys.values()]
+        seconds = np.array([self._cache.operation_s[key] for key in self._single_keys])
+        call_s, byte_s, flop_s = rates_of(work.nbytes[order], work.flops[order], seconds)
+        estimated_s = call_s + byte_s * work.nbytes + flop_s * work.flops
+        return {key: float(estimated_s[line.order[n]]) for key, n in self._too_large.items()}
+
+    def _measure_each(self, stage: _Stage) -> None:
+        """Run each operation of ``stage`` by itself, and cache bytes and seconds."""
+        for block in (stage.first, stage.whole, stage.backward):
+            for node, key in self._operations.keys(block).items():
+                if self._measured_single(node, block, key):
+                    self._single_keys[key] = node
+                else:
+                    self._too_large[key] = node
+        timed = (stage.first, stage.again, stage.backward)
+        for block, block_key in zip(timed, stage.timed, strict=True):
+            if block_key is not None and block_key not in self._cache.seconds:
+                self._sums[block_key] = list(self._operations.keys(block).values())
+
+    def _measured_single(self, node: fx.Node, block: Block, key: Key) -> bool:
+        """Run ``node`` as ``block`` does, unless it is measured; return whether memory sufficed.
+
+        Integers and masks that it computes are held: other operations depend on their values.
+        """
+        is_held = not all(t.is_floating_point() for t in tensors_of(node))
+        if key in self._too_large:
+            return False
+        if key in self._cache.operation_s and key in self._cache.workspace_bytes and not is_held:
+            return True
+        inputs = block.sources(node)
+        single = Block(block.stage, block.mode_of(node), (node,), inputs, (node,))
+        try:
+            value = self._operations.run_single(single, self._values.of(inputs))
+        except (TooLargeError, torch.OutOfMemoryError):
+            return False
+        if is_held:
+            parts = {user: value[user.args[1]] for user in node.users if is_getitem(user)}
+            self._values.hold(parts or {node: value})
+        return True
+
+    def _measure_whole(self, stage: _Stage) -> None:
+        """Run the blocks of ``stage`` in memory that holds all their values."""
         first_key, again_key, backward_key = stage.timed
         results = self._run_first(stage, first_key)
         table = self._line.joint.storages
@@ -279,7 +392,6 @@ class _Measurer:
         self._values.hold({n: t for n, t in results.items() if n not in stays})
         results.clear()
         self._run_backward(stage.backward, backward_key)
-        self._values.keep_only(stage.staying)
 
     def _run_first(self, stage: _Stage, key: Key | None) -> dict[fx.Node, torch.Tensor]:
         """Run and measure the first forward of ``stage``, and return its results.

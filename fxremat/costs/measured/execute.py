@@ -225,6 +225,15 @@ class Operations:
                 del values[dead]
         return {node: values[node] for node in keep}
 
+    def run_single(self, block: Block, inputs: Mapping[fx.Node, torch.Tensor]) -> Any:
+        """Run the only operation of ``block``, measure its bytes and seconds, and return its value.
+
+        Raises:
+            CostError: it failed; a :class:`TooLargeError` if the device's memory did not suffice.
+        """
+        (node,) = block.nodes
+        return self.run(block, inputs, keep=(node,), again=block)[node]
+
     def _workspace_bytes(self, node: fx.Node, block: Block) -> int:
         """Return the bytes that ``node``, which has run, allocates temporarily, from the cache."""
         return self._cache.workspace_bytes[self._key(node, block)]
@@ -349,12 +358,17 @@ def _last_read(
     return dying
 
 
+class TooLargeError(CostError):
+    """An operation that was to be measured does not fit in what the device has free."""
+
+
 def _call(node: fx.Node, block: Block, values: Mapping[fx.Node, Any]) -> Any:
     try:
         return _bound(node, block, values)()
     except Exception as error:
         target, _args, _kwargs = call_of(node, block.mode_of(node))
-        raise CostError(
+        too_large = isinstance(error, torch.OutOfMemoryError)
+        raise (TooLargeError if too_large else CostError)(
             f"operation {node.name} ({target}) of stage {block.stage} cannot be run separately: "
             f"{error}",
             code="FXR612",

@@ -19,6 +19,9 @@ from fxremat.passes.stages.block import Mode, call_of
 
 aten = torch.ops.aten
 
+CALL_S = 1e-6
+"""Least seconds of an operation, where none was measured that does nothing else."""
+
 Floats = NDArray[np.float64]
 
 _ALIKE: dict[Any, Any] = {
@@ -76,6 +79,34 @@ class Work:
 def ratio(now: Floats, before: Floats) -> Floats:
     """Return ``now / before`` for each element, with 1 where ``before`` is 0."""
     return np.divide(now, before, out=np.ones_like(now), where=before > 0)
+
+
+def rates_of(nbytes: Floats, flops: Floats, seconds: Floats) -> tuple[float, float, float]:
+    """Fit seconds per call, per byte and per multiply-add to measured operations.
+
+    Args:
+        nbytes: bytes that each operation reads and makes.
+        flops: multiply-adds of each operation.
+        seconds: seconds of each operation. The fit minimizes errors relative to these.
+
+    Returns:
+        Seconds per call, per byte, and per multiply-add.
+    """
+    idle = seconds[(nbytes == 0) & (flops == 0)]
+    call_s = float(np.median(idle)) if idle.size else CALL_S
+    busy = (nbytes > 0) & (seconds > call_s)
+    weight = 1 / np.maximum(seconds[busy], 1e-12)
+    columns = np.stack([nbytes[busy], flops[busy]], axis=1) * weight[:, None]
+    busy_s = (seconds[busy] - call_s) * weight
+    best = (np.inf, 1e-10, 0.0)
+    for used in ((0, 1), (0,), (1,)):
+        rates, *_ = np.linalg.lstsq(columns[:, used], busy_s, rcond=None)
+        all_rates = np.zeros(2)
+        all_rates[list(used)] = rates
+        error = float(np.sum((columns @ all_rates - busy_s) ** 2))
+        if np.all(all_rates >= 0) and error < best[0]:
+            best = (error, float(all_rates[0]), float(all_rates[1]))
+    return call_s, *best[1:]
 
 
 class Works:
