@@ -142,3 +142,44 @@ def test_inputs_of_convolutions_and_poolings_travel():
 
 def test_a_transformer_has_no_inputs_of_convolutions():
     assert not conv_inputs(captured("gpt").joint)
+
+
+def away_simply(base: Movable, budget_bytes: int) -> dict[int, tuple[int, int]] | None:
+    """When each storage is released and prefetched, one instant and one storage after another."""
+    point = base.evaluation.loss_point
+    away = {i: (point, point) for i, x in enumerate(base.lives) if x.storage in base.forced}
+    instants = [(base.evaluation.loss_point_bytes, -1)]
+    instants += [(nbytes, call) for call, nbytes in enumerate(base.evaluation.peaks_bytes)]
+
+    def is_gone(i: int, call: int) -> bool:
+        return i in away and (call < 0 or away[i][0] <= call < away[i][1])
+
+    for nbytes, call in sorted(instants, key=lambda x: -x[0]):
+        missing = nbytes - budget_bytes
+        if missing <= 0:
+            break
+        missing -= sum(x.nbytes for i, x in enumerate(base.lives) if is_gone(i, call))
+        for i in sorted(range(len(base.lives)), key=lambda i: i not in away):
+            life = base.lives[i]
+            if missing > 0 and not is_gone(i, call) and (call < 0 or life.last < call < life.next):
+                begin, end = away.get(i, (point, point))
+                away[i] = (begin, end) if call < 0 else (min(begin, call), max(end, call + 1))
+                missing -= life.nbytes
+        if missing > 0:
+            return None
+    if base.evaluation.end_bytes > budget_bytes:
+        return None
+    return {base.lives[i].storage: (min(b, point), max(e, point)) for i, (b, e) in away.items()}
+
+
+@pytest.mark.parametrize("kind", ["all", "periodic", "7"])
+@pytest.mark.parametrize("name", NAMES)
+def test_loops_that_are_compiled_choose_what_simple_ones_do(name: str, kind: str):
+    base, _program = movable(name, kind)
+    for forced in (frozenset(), frozenset(x.storage for x in base.lives[::5])):
+        base = replace(base, forced=forced)
+        least, most = base.least_bytes, base.evaluation.peak_bytes
+        for budget_bytes in range(least - 1, most, 1 + (most - least) // 50):
+            moves = base.moves(budget_bytes)
+            times = None if moves is None else {m.storage: (m.release, m.prefetch) for m in moves}
+            assert times == away_simply(base, budget_bytes)

@@ -253,3 +253,22 @@ def test_some_candidates_of_every_generator_are_bases():
         assert {pool.members[0], pool.baseline} <= set(found)
     assert search.baseline in found
     assert search.least in found
+
+
+@pytest.mark.parametrize("share", [2, 3, 8])
+@models
+def test_the_least_within_a_limit_is_that_of_the_best_base(name: str, share: int):
+    free = transfers(name, 1e9, HostMemory())
+    limit = sum(m.nbytes for m in free.fastest_within(free.least_bytes).moves) // share
+    found = transfers(name, 1e9, HostMemory(limit_bytes=limit))
+
+    def least_of(base: Movable) -> int:
+        low, high = base.least_bytes, base.evaluation.peak_bytes
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (
+                (low, middle) if base.moves(middle, limit) is not None else (middle + 1, high)
+            )
+        return low
+
+    assert found.least_bytes == min(map(least_of, found.movable))

@@ -8,24 +8,31 @@ last goes first, because it has the most time to travel.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import fx
 
 from fxremat.ir import Copy, Event, Idle, Lane, MeasuredLink, Move, Timeline
+from fxremat.jit import entry
 from fxremat.passes.emit.early import Early
 from fxremat.passes.joint.graph import JointGraph
 from fxremat.passes.stages.linearize import Line
 from fxremat.planner.decision.candidates import AcrossTurn, Evaluation
 from fxremat.runtime.slots import slot_bytes
 
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Movable:
     """Storages of an evaluated schedule that may be in host memory between forward and backward.
 
@@ -113,51 +120,67 @@ class Movable:
         """
         if self.evaluation.end_bytes > budget_bytes:
             return None
-        loss_point = self.evaluation.loss_point
-        away = {
-            i: (loss_point, loss_point)
-            for i, own in enumerate(self.lives)
-            if own.storage in self.forced
-        }
-        instants: list[tuple[int, int | None]] = [(self.evaluation.loss_point_bytes, None)]
-        instants.extend((nbytes, i) for i, nbytes in enumerate(self.evaluation.peaks_bytes))
-        for nbytes, call in sorted(instants, key=lambda x: -x[0]):
-            if nbytes <= budget_bytes:
-                break
-            if not self._make_room(nbytes - budget_bytes, call, away):
-                return None
-        return away
+        lives, instants, by_bytes, forced = self._arrays
+        is_away = forced.copy()
+        spans = np.full((2, len(is_away)), self.evaluation.loss_point, dtype=np.int64)
+        if not _make_room(budget_bytes, instants, by_bytes, lives, spans, is_away):
+            return None
+        begins, ends = spans.tolist()
+        return {i: (begins[i], ends[i]) for i in np.flatnonzero(is_away).tolist()}
 
-    def _make_room(
-        self, missing_bytes: int, call: int | None, away: dict[int, tuple[int, int]]
-    ) -> bool:
-        """Offload storages to free ``missing_bytes`` at ``call``; return whether that is possible.
+    @functools.cached_property
+    def _arrays(self) -> tuple[Ints, Ints, Ints, Bools]:
+        """Arrays for :func:`_make_room`: lives, instants, their order, and which are forced."""
+        lives = np.array([(x.last, x.next, x.nbytes) for x in self.lives], dtype=np.int64)
+        instants = np.array([self.evaluation.loss_point_bytes, *self.evaluation.peaks_bytes])
+        by_bytes = np.argsort(-instants, kind="stable")
+        forced = np.array([x.storage in self.forced for x in self.lives], dtype=np.bool_)
+        return np.ascontiguousarray(lives.reshape(-1, 3).T), instants, by_bytes, forced
 
-        Args:
-            missing_bytes: bytes to free if nothing were offloaded.
-            call: index of the call; ``None``: the loss point, between forward and backward.
-            away: for each offloaded storage its first call on the host and the call after its last;
-                extended in place.
-        """
-        loss_point = self.evaluation.loss_point
-        for i, (begin, end) in away.items():
-            if call is None or begin <= call < end:
-                missing_bytes -= self.lives[i].nbytes
-        if missing_bytes <= 0:
+
+@entry
+def _make_room(
+    budget_bytes: int, instants: Ints, by_bytes: Ints, lives: Ints, spans: Ints, is_away: Bools
+) -> bool:
+    """Offload storages until no instant exceeds a budget; return whether that is possible.
+
+    Args:
+        budget_bytes: limit on the bytes of every instant.
+        instants: bytes of the loss point, then of each call, if nothing were offloaded.
+        by_bytes: the instants with most bytes first.
+        lives: for each storage, in three rows, the last call before the loss point that uses it,
+            the first one after it, and its bytes.
+        spans: for each storage, in two rows, its first call on the host and the call after its
+            last, both the loss point at the beginning; extended in place.
+        is_away: for each storage whether it is offloaded; extended in place.
+    """
+    last, following, nbytes = lives[0], lives[1], lives[2]
+    begins, ends = spans[0], spans[1]
+    for instant in by_bytes:
+        missing, call = instants[instant] - budget_bytes, instant - 1
+        if missing <= 0:
             return True
+        for i in range(is_away.size):
+            if is_away[i] and (call < 0 or begins[i] <= call < ends[i]):
+                missing -= nbytes[i]
         # Storages that travel anyway come first: being away longer takes no more copies.
-        places = range(len(self.lives))
-        for i in [*(i for i in places if i in away), *(i for i in places if i not in away)]:
-            life, (begin, end) = self.lives[i], away.get(i, (loss_point, loss_point))
-            is_away = begin <= call < end if call is not None else i in away
-            may_leave = call is None or life.last < call < life.next
-            if is_away or not may_leave:
-                continue
-            away[i] = (begin, end) if call is None else (min(begin, call), max(end, call + 1))
-            missing_bytes -= life.nbytes
-            if missing_bytes <= 0:
-                return True
-        return False
+        for travels in (True, False):
+            for i in range(is_away.size):
+                if missing <= 0:
+                    break
+                if is_away[i] != travels:
+                    continue
+                is_gone = begins[i] <= call < ends[i] if call >= 0 else is_away[i]
+                may_leave = call < 0 or last[i] < call < following[i]
+                if is_gone or not may_leave:
+                    continue
+                is_away[i] = True
+                if call >= 0:
+                    begins[i], ends[i] = min(begins[i], call), max(ends[i], call + 1)
+                missing -= nbytes[i]
+        if missing > 0:
+            return False
+    return True
 
 
 def away_bytes(evaluation: Evaluation, spans: Iterable[tuple[int, int, int]]) -> list[int]:

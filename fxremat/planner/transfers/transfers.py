@@ -198,12 +198,17 @@ class Transfers:
 
     def _find_least(self) -> tuple[int, Candidate]:
         pairs = zip(self.movable, self.candidates, strict=True)
-        each = [(self._least_bytes(base), base, candidate) for base, candidate in pairs]
+        each = [(base.least_bytes, base, candidate) for base, candidate in pairs]
+        limit = self._host_limit_bytes
         best: tuple[int, Candidate] | None = None
-        for least, base, candidate in sorted(each, key=lambda entry: entry[0]):
-            if best is not None and least >= best[0]:  # the allocator never hands out less
-                break
-            moves = base.moves(least, self._host_limit_bytes)
+        for lowest, base, candidate in sorted(each, key=lambda entry: entry[0]):
+            if best is not None:
+                if lowest >= best[0]:  # the allocator never hands out less
+                    break
+                if limit is not None and base.moves(best[0] - 1, limit) is None:
+                    continue
+            least = self._limited_bytes(base, lowest)
+            moves = base.moves(least, limit)
             assert moves is not None
             with_moves = self._with_moves(candidate, base, moves)
             counted = max(least, self.search.counted_bytes(with_moves))
@@ -216,8 +221,11 @@ class Transfers:
                 best = min(best, (counted, cached), key=lambda entry: entry[0])
         return best
 
-    def _least_bytes(self, base: Movable) -> int:
-        least = base.least_bytes
+    def _limited_bytes(self, base: Movable, least: int) -> int:
+        """Return the least budget of ``base`` in bytes with the limit on host memory.
+
+        ``least`` are the bytes without it.
+        """
         limit = self._host_limit_bytes
         if limit is None or base.moves(least, limit) is not None:
             return least
