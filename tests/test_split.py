@@ -177,7 +177,7 @@ def test_other_batches_run_in_parts_of_other_sizes(least_bytes: int):
 def test_a_plan_that_was_saved_is_followed(tmp_path: Path):
     model, given = made(), batch()
     first = compiled(model, "min", **ROUNDED_PARTS)
-    assert first.plan.form.parts_bytes
+    assert first.plan.form.has_parts
     first.plan.save(tmp_path / "plan.json")
     again = compiled(model, None, **ROUNDED_PARTS, plan=str(tmp_path / "plan.json"))
     assert again.plan.forward_code == first.plan.forward_code

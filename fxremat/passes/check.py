@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from fxremat import torch_compat
 from fxremat.errors import FxrematError, GraphError, message_of
 from fxremat.passes.conditions import Violations, described_layout, results_of, sizes_are_numbers
 from fxremat.passes.contract import Condition, Pass, PassConfig, Violation, statement_of
@@ -287,6 +288,23 @@ def storages_are_consistent(
             yield now.owner[storage], f"takes {nbytes} bytes, and the table says {listed_bytes}"
 
 
+def storages_are_shared_with_what_is_read(
+    graph: StepGraph, *, before: StepGraph, config: PassConfig
+) -> Violations:
+    """Each operation allocates its results, or returns tensors in storages of what it reads.
+
+    Yields the nodes that violate this, each with the problem.
+    """
+    owners: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        read = {torch_compat.storage_key(t) for n in node.all_input_nodes for t in tensors_of(n)}
+        for tensor in tensors_of(node):
+            key = torch_compat.storage_key(tensor)
+            owner = owners.setdefault(key, node)
+            if owner is not node and key not in read and node.op == "call_function":
+                yield node, f"lies in the storage of {owner.name}, and reads nothing in it"
+
+
 def _end_bytes(layout: Layout, element_bytes: int) -> int:
     """Return the offset in its storage, in bytes, at which the last element of a tensor ends."""
     shape, stride = ([*map(int, numbers)] for numbers in (layout.shape, layout.stride))
@@ -304,5 +322,6 @@ INVARIANTS: tuple[Condition, ...] = (
     draws_keep_their_order,
     forward_precedes_backward,
     storages_are_consistent,
+    storages_are_shared_with_what_is_read,
 )
 """What holds between any two passes."""

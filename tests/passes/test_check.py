@@ -119,6 +119,12 @@ def draw_otherwise(graph: fx.Graph) -> None:
     named(graph, "rand_like").target = torch.ops.aten.randn_like.default
 
 
+def compute_in_place(graph: fx.Graph) -> None:
+    node = named(graph, "sin")
+    with graph.inserting_after(node):
+        graph.call_function(torch.ops.aten.sin.default, node.args).meta = dict(node.meta)
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
@@ -129,6 +135,7 @@ def draw_otherwise(graph: fx.Graph) -> None:
         (turn_input, "node primals_1 lies as"),
         (draw_no_more, "node output is the last of 0 random draws; there were 1"),
         (draw_otherwise, "node rand_like .* draws where rand_like drew"),
+        (compute_in_place, "node sin_1 .* lies in the storage of sin, and reads nothing in it"),
     ],
 )
 def test_what_every_pass_keeps_of_a_traced_graph(
@@ -290,7 +297,8 @@ def detach(graph: fx.Graph) -> None:
 def leave_dead(graph: fx.Graph) -> None:
     node = named(graph, "sin")
     with graph.inserting_after(node):
-        graph.call_function(torch.ops.aten.sin.default, node.args).meta = dict(node.meta)
+        dead = graph.call_function(torch.ops.aten.sin.default, node.args)
+    dead.meta = {**node.meta, "val": node.meta["val"].clone()}
 
 
 def forget_state(graph: fx.Graph) -> None:

@@ -147,7 +147,21 @@ def gradients_with_losses(
                 _set_layouts(scaled, layouts_of(early)[0].shape)
                 for user in later:
                     user.replace_input_with(early, scaled)
+                _move_views(scaled, early, mode)
     return torch_compat.graph_module(joint.module, graph)
+
+
+def _move_views(base: fx.Node, before: fx.Node, mode: Any) -> None:
+    """Let views of ``base`` lie in its storage; they were traced in that of ``before``."""
+    keys = {torch_compat.storage_key(t) for t in tensors_of(before)}
+    waiting = [*base.users]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "call_function" and any(
+            torch_compat.storage_key(t) in keys for t in tensors_of(node)
+        ):
+            node.meta["val"] = fake_result((node.target, node.args, node.kwargs), mode)
+            waiting.extend(node.users)
 
 
 def gather_gradients(module: fx.GraphModule) -> bool:
