@@ -28,7 +28,7 @@ class Hosting:
     Attributes:
         trained: the eligible parameters, the largest first.
         optimizers: the optimizers that step them.
-        all_bytes: bytes of all parameters that these step.
+        sizes: bytes of each parameter that these step.
         space: the host memory.
         placement: what is in host memory now.
         is_chosen: whether the placement is final.
@@ -38,7 +38,7 @@ class Hosting:
 
     trained: tuple[Trained, ...]
     optimizers: tuple[Callable[[], torch.optim.Optimizer | None], ...]
-    all_bytes: int
+    sizes: tuple[int, ...]
     space: HostSpace
     placement: Placement = NOTHING
     is_chosen: bool = False
@@ -92,8 +92,8 @@ class Hosting:
             )
         parameters = {id(p): p for own in made for g in own.param_groups for p in g["params"]}
         space = HostSpace(device, folder=folder, limit=limit)
-        all_bytes = sum(p.nbytes for p in parameters.values())
-        return Hosting(tuple(trained), tuple(map(weakref.ref, made)), all_bytes, space)
+        sizes = tuple(p.nbytes for p in parameters.values())
+        return Hosting(tuple(trained), tuple(map(weakref.ref, made)), sizes, space)
 
     def choices(self, link: MeasuredLink) -> list[Placement]:
         """Return the choices of what is in host memory, from nothing to everything that may be.
@@ -103,7 +103,7 @@ class Hosting:
         Args:
             link: the link to host memory.
         """
-        made = placements(self.trained, link, self.all_bytes)
+        made = placements(self.trained, link, self.sizes)
         return [own for own in made if not (own.gradients and _exchanges_gradients())]
 
     def use(self, placement: Placement) -> None:

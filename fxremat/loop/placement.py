@@ -162,7 +162,9 @@ def large_parameters(
     return trained
 
 
-def placements(trained: Sequence[Trained], link: MeasuredLink, all_bytes: int) -> list[Placement]:
+def placements(
+    trained: Sequence[Trained], link: MeasuredLink, sizes: Sequence[int]
+) -> list[Placement]:
     """Return choices of what is in host memory, from nothing to everything.
 
     State goes first: gradients take time in the backward as well. Of each, the largest go first.
@@ -170,13 +172,13 @@ def placements(trained: Sequence[Trained], link: MeasuredLink, all_bytes: int) -
     Args:
         trained: the parameters, the largest first.
         link: the link to host memory.
-        all_bytes: bytes of all parameters that the optimizers step.
+        sizes: bytes of each parameter that the optimizers step.
     """
     with_state = [own for own in trained if own.state_bytes]
     parts = [_prefix(with_state, step) for step in range(STEPS + 1)]
-    made = [_placement(trained, part, [], link, all_bytes) for part in parts]
+    made = [_placement(trained, part, [], link, sizes) for part in parts]
     for step in range(1, STEPS + 1):
-        made.append(_placement(trained, with_state, _prefix(trained, step), link, all_bytes))
+        made.append(_placement(trained, with_state, _prefix(trained, step), link, sizes))
     return _distinct(made)
 
 
@@ -202,7 +204,7 @@ def _placement(
     state: Sequence[Trained],
     gradients: Sequence[Trained],
     link: MeasuredLink,
-    all_bytes: int,
+    sizes: Sequence[int],
 ) -> Placement:
     by_state = {own.parameter_id: own.state_bytes for own in state}
     by_gradient = {own.parameter_id: own.nbytes for own in gradients}
@@ -210,12 +212,15 @@ def _placement(
     stepped = (own.step_bytes(gradient=own.parameter_id in by_gradient) for own in trained)
     host_bytes = sum([own.state_host_bytes for own in state])
     host_bytes += sum([slot_bytes(own.nbytes) for own in gradients])
-    computing_s = max((own.costs.seconds for own in trained), default=0.0) * all_bytes
+    slowest = max((own.costs for own in trained), key=lambda own: own.seconds)
+    call_s, hosted_call_s = slowest.call_s, slowest.hosted_call_s
+    computing_s = slowest.seconds * sum(sizes) + call_s * len(sizes)
+    calls_s = hosted_call_s * len(by_state.keys() | by_gradient.keys())
     state_bytes, gradient_bytes = sum(by_state.values()), sum(by_gradient.values())
     to_device_s = (state_bytes + gradient_bytes) / link.prefetch_bytes_per_s
     to_host_s = state_bytes / link.offload_bytes_per_s
     moving_s = to_device_s + to_host_s if link.shared else max(to_device_s, to_host_s)
-    optimizer_s = max(computing_s * (link.slowdown if is_moved else 1.0), moving_s)
+    optimizer_s = max(computing_s * (link.slowdown if is_moved else 1.0), moving_s) + calls_s
     backward_s = gradient_bytes / link.offload_bytes_per_s
     return Placement(
         by_state,

@@ -26,15 +26,20 @@ TRIAL_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What a step of an optimizer takes, for each byte of a parameter.
+    """What a step of an optimizer takes.
 
     Attributes:
-        temporary: bytes that it allocates and frees.
-        seconds: its seconds.
+        temporary: bytes that it allocates and frees, for each byte of a parameter.
+        seconds: its seconds for each byte of a parameter.
+        call_s: its seconds for each parameter, whatever its size.
+        hosted_call_s: seconds that each parameter takes in addition if its state or gradient lives
+            in host memory, without those of the copies.
     """
 
     temporary: float
     seconds: float
+    call_s: float = 0.0
+    hosted_call_s: float = 0.0
 
 
 def step_costs(optimizer: torch.optim.Optimizer) -> StepCosts:
@@ -49,20 +54,21 @@ def step_costs(optimizer: torch.optim.Optimizer) -> StepCosts:
     group, largest = max(pairs, key=lambda pair: pair[1].nbytes)
     if not largest.nbytes:
         return StepCosts(0.0, 0.0)
-    device = largest.device
+    device, part = largest.device, _part_of(largest)
     peaks: list[int] = []
     with torch_compat.real_execution(), _same_numbers(device):
         try:
-            trial = _copy_for(optimizer, [(group, [_part_of(largest)])])
-            (like,) = trial.param_groups[0]["params"]
+            trial = _copy_for(optimizer, [(group, [part])])
             torch_compat.step_unseen(trial)  # makes the state
             with torch_compat.noted_bytes(device, peaks.append):
                 torch_compat.step_unseen(trial)
-            seconds = min(_timed(trial, device) for _ in range(3))
+            seconds = min(
+                _timed(lambda: torch_compat.step_unseen(trial), device) for _ in range(3)
+            )
         except Exception as error:  # of the user's class
             raise _refused(optimizer, f"a trial step of {name} failed: {error}") from error
-        _check_separable(optimizer)
-    return StepCosts(max(peaks, default=0) / like.nbytes, seconds / like.nbytes)
+        calls_s = _check_separable(optimizer)
+    return StepCosts(max(peaks, default=0) / part.nbytes, seconds / part.nbytes, *calls_s)
 
 
 def _same_numbers(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -79,12 +85,12 @@ def _part_of(parameter: Tensor) -> Tensor:
     return torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def _timed(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    """Return the seconds of one step."""
+def _timed(step: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of ``step``, with those of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin_s = time.perf_counter()
-    torch_compat.step_unseen(optimizer)
+    step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - begin_s
@@ -154,8 +160,11 @@ def _made_up(like: Tensor, generator: torch.Generator) -> Tensor:
     return values.to(dtype=like.dtype, device=like.device)
 
 
-def _check_separable(optimizer: torch.optim.Optimizer) -> None:
+def _check_separable(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
     """Check on small parameters that stepping some at a time changes no bit.
+
+    Returns:
+        Seconds of a step for each parameter, and those that each one in host memory adds.
 
     Raises:
         ArgumentError: it changes some, or the optimizer fails.
@@ -172,12 +181,12 @@ def _check_separable(optimizer: torch.optim.Optimizer) -> None:
             )
     groups = [(group, _shapes_of(group)) for group in optimizer.param_groups]
     try:
-        together = _trained(_copy_for(optimizer, groups), torch_compat.step_unseen)
+        together, seconds = _trained(_copy_for(optimizer, groups), torch_compat.step_unseen)
         made = _copy_for(optimizer, groups)
         space = HostSpace(_device_of(made), folder=None, limit=HostLimit())
         step = WindowedStep(made, space=space, hosted_bytes=lambda p: 2 * p.nbytes)
         with torch.no_grad():
-            separately = _trained(made, step.run)
+            separately, hosted_s = _trained(made, step.run)
     except Exception as error:  # of the user's class
         raise _refused(
             optimizer, f"a trial step of {name} for some parameters failed: {error}"
@@ -188,6 +197,8 @@ def _check_separable(optimizer: torch.optim.Optimizer) -> None:
             f"{name} gives other numbers when it steps some parameters at a time: a parameter's "
             "step depends on others, or on how often step() is called",
         )
+    count = sum(len(likes) for _, likes in groups)
+    return seconds / count, max(0.0, hosted_s - seconds) / count
 
 
 SHAPES = ((48, 64), (96, 40), (2048,), (8, 16, 4, 4), (32, 16, 3))
@@ -210,18 +221,18 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 def _trained(
     optimizer: torch.optim.Optimizer, step: Callable[[torch.optim.Optimizer], object]
-) -> list[Any]:
-    """Return everything that three steps of ``optimizer`` may change."""
-    with _same_numbers(_device_of(optimizer)):
-        for _ in range(3):
-            step(optimizer)
+) -> tuple[list[Any], float]:
+    """Return everything that three steps may change, and the seconds of the fastest step."""
+    device = _device_of(optimizer)
+    with _same_numbers(device):
+        seconds = min(_timed(lambda: step(optimizer), device) for _ in range(3))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     changed: list[Any] = [p.detach() for p in parameters]
     changed += [_without_identity(optimizer.state.get(p, {})) for p in parameters]
     for group in optimizer.param_groups:
         changed.append(_without_identity({k: v for k, v in group.items() if k != "params"}))
     own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
-    return [*changed, _without_identity(own)]
+    return [*changed, _without_identity(own)], seconds
 
 
 _VALUES = (Tensor, bool, int, float, complex, str)

@@ -172,8 +172,8 @@ def _hosted(
         for p in parameters.values()
     }
     trained = large_parameters(parameters.values(), state, costs)
-    all_bytes = sum(p.nbytes for p in parameters.values())
-    *_, placement = placements(trained, host.link, all_bytes)
+    sizes = [p.nbytes for p in parameters.values()]
+    *_, placement = placements(trained, host.link, sizes)
     hosted = frozenset(i for i, p in parameters.items() if id(p) in placement.gradients)
     limit_bytes = host.limit_bytes
     placed = replace(

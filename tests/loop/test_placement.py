@@ -36,7 +36,7 @@ def test_choices_grow_from_nothing_to_everything(kind: str):
     own = model()
     optimizer = getattr(torch.optim, kind)(own.parameters(), lr=0.1)
     trained = trained_parameters([optimizer], own, optimizer_bytes([optimizer], own))
-    choices = placements(trained, LINK, sum(p.nbytes for p in own.parameters()))
+    choices = placements(trained, LINK, [p.nbytes for p in own.parameters()])
     first, *_, last = choices
     assert not (first.state or first.gradients or first.step_bytes or first.host_bytes)
     assert first.transfer_s == 0

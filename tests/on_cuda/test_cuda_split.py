@@ -19,7 +19,6 @@ from tests.efforts import WHOLE, plan_with
 from tests.on_cuda.stood_in import needs_stand_in
 from tests.test_split import Language, batch
 
-
 SEGMENT_BYTES = 40 << 20
 """What the allocator may reserve beyond what it hands out."""
 

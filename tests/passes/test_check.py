@@ -135,7 +135,10 @@ def compute_in_place(graph: fx.Graph) -> None:
         (turn_input, "node primals_1 lies as"),
         (draw_no_more, "node output is the last of 0 random draws; there were 1"),
         (draw_otherwise, "node rand_like .* draws where rand_like drew"),
-        (compute_in_place, "node sin_default .* lies in the storage of sin, and reads nothing in it"),
+        (
+            compute_in_place,
+            "node sin_default .* lies in the storage of sin, and reads nothing in it",
+        ),
     ],
 )
 def test_what_every_pass_keeps_of_a_traced_graph(

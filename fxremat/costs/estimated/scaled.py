@@ -64,6 +64,7 @@ Indices = NDArray[np.int64]
 
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
 
+
 class ScaledCosts:
     """Costs of a line at any size, scaled from those that were measured at the size of the capture.
 
