@@ -62,9 +62,7 @@ def step_costs(optimizer: torch.optim.Optimizer) -> StepCosts:
             torch_compat.step_unseen(trial)  # makes the state
             with torch_compat.noted_bytes(device, peaks.append):
                 torch_compat.step_unseen(trial)
-            seconds = min(
-                _timed(lambda: torch_compat.step_unseen(trial), device) for _ in range(3)
-            )
+            seconds = min(_timed(lambda: torch_compat.step_unseen(trial), device) for _ in range(3))
         except Exception as error:  # of the user's class
             raise _refused(optimizer, f"a trial step of {name} failed: {error}") from error
         calls_s = _check_separable(optimizer)
