@@ -1,6 +1,6 @@
 """Steps with the widths of a Llama of 8 billion parameters, on a card of 80 GB that is not there.
 
-Two of its 32 layers, so that planning takes a minute; ``benchmarks.large_step`` runs all of them.
+Two of its 32 layers for most, so that planning takes a minute; ``benchmarks.large_step`` runs more.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.large_step import Asked, Case, holds, measure
+from benchmarks.large_step import MORE_TOKENS, Asked, Case, holds, measure
 from benchmarks.rows import Row
 from fxremat.planner.allocator.allocations import Requests
 from tests.on_cuda.stood_in import needs_stand_in
@@ -44,6 +44,26 @@ def test_a_step_allocates_requests_and_pins_what_was_promised(trained: str, plac
     assert holds(row), row
     assert row["touched_bytes"] < row["allocated_bytes"] // 4, "memory of the device was touched"
     assert (row["promised_host_bytes"] > 0) == (placement != "device")
+
+
+@on_stand_in
+@pytest.mark.parametrize("trained", ["full", "lora"])
+def test_the_longest_sequence_trains_and_a_longer_one_is_refused(trained: str):
+    longest, refused = rows_of(trained=trained, budget="12 GiB", mask=False)
+    assert holds(longest), longest
+    assert longest["tokens"] > 8192
+    assert holds(refused), refused
+    assert refused["tokens"] == longest["tokens"] + MORE_TOKENS
+    assert refused["least_bytes"] > longest["budget_bytes"]
+
+
+@on_stand_in
+@pytest.mark.parametrize("trained", ["full", "lora"])
+def test_all_layers_train_on_half_a_million_tokens(trained: str):
+    """Operations as a whole, such as the product with all words, take more than the device."""
+    case = Case(trained=trained, placement="all state", tokens=500_000, mask=False)
+    (row,) = measure(case, seconds=SECONDS)
+    assert holds(row), row
 
 
 KEPT: Row = {
