@@ -212,10 +212,10 @@ def _placement(
     stepped = (own.step_bytes(gradient=own.parameter_id in by_gradient) for own in trained)
     host_bytes = sum([own.state_host_bytes for own in state])
     host_bytes += sum([slot_bytes(own.nbytes) for own in gradients])
-    slowest = max((own.costs for own in trained), key=lambda own: own.seconds)
-    call_s, hosted_call_s = slowest.call_s, slowest.hosted_call_s
-    computing_s = slowest.seconds * sum(sizes) + call_s * len(sizes)
-    calls_s = hosted_call_s * len(by_state.keys() | by_gradient.keys())
+    nothing = StepCosts(0.0, 0.0)
+    slowest = max((own.costs for own in trained), key=lambda own: own.seconds, default=nothing)
+    computing_s = slowest.seconds * sum(sizes) + slowest.call_s * len(sizes)
+    calls_s = slowest.hosted_call_s * len(by_state.keys() | by_gradient.keys())
     state_bytes, gradient_bytes = sum(by_state.values()), sum(by_gradient.values())
     to_device_s = (state_bytes + gradient_bytes) / link.prefetch_bytes_per_s
     to_host_s = state_bytes / link.offload_bytes_per_s

@@ -303,7 +303,8 @@ class _Measurer:
 
         If their values do not fit in memory, each operation runs by itself.
         """
-        if not self._fits(stage):
+        is_like_another = any(key in self._sums for key in stage.timed)  # that did not fit
+        if not is_like_another and not self._fits(stage):
             self._values.keep_only(stage.entering)
             self._measure_each(stage)
         self._values.keep_only(stage.staying)
