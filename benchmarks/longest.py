@@ -238,6 +238,7 @@ def measure_lengths(
             "host_bytes": plan.host_bytes if plan else None,
             "predicted_s": plan.predicted_s if plan else None,
             "waits_s": plan.timeline.idle.total_s if plan else None,
+            "state_s": plan.training_state.added_s if plan and plan.training_state else None,
             "flop_s": flops_of(model, tokens) / (0.5 * H100_FLOPS),
             "planned_s": time.process_time() - begin,
         }
@@ -283,17 +284,18 @@ def main() -> None:
             found.get("host") or "",
             _seconds(found.get("predicted_s")),
             _seconds(found.get("flop_s")),
-            _seconds(found.get("waits_s")),
+            _seconds(found.get("waits_s"), digits=2),
+            _seconds(found.get("state_s"), digits=2),
         ]
         for found in results
     ]
     head = ["model", "split", "mask", "tokens", "peak, or least", "s"]
-    head += ["host", "step, s", "products at half the peak, s", "waits, s"]
+    head += ["host", "step, s", "products at half the peak, s", "waits, s", "of state, s"]
     show("The longest sequence", head, shown)
 
 
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+def _seconds(value: float | None, *, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 if __name__ == "__main__":
