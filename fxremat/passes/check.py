@@ -296,8 +296,16 @@ def storages_are_shared_with_what_is_read(
     Yields the nodes that violate this, each with the problem.
     """
     owners: dict[int, fx.Node] = {}
+    described = {node for node in graph.nodes if node.op != "output" and "val" in node.meta}
     for node in graph.nodes:
-        read = {torch_compat.storage_key(t) for n in node.all_input_nodes for t in tensors_of(n)}
+        if node not in described:
+            continue
+        read = {
+            torch_compat.storage_key(t)
+            for n in node.all_input_nodes
+            if n in described
+            for t in tensors_of(n)
+        }
         for tensor in tensors_of(node):
             key = torch_compat.storage_key(tensor)
             owner = owners.setdefault(key, node)

@@ -121,6 +121,7 @@ class Movable:
         if self.evaluation.end_bytes > budget_bytes:
             return None
         lives, instants, by_bytes, forced = self._arrays
+        budget_bytes = min(budget_bytes, int(instants.max()))  # which may be beyond all memory
         is_away = forced.copy()
         spans = np.full((2, len(is_away)), self.evaluation.loss_point, dtype=np.int64)
         if not _make_room(budget_bytes, instants, by_bytes, lives, spans, is_away):
