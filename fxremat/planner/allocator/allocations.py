@@ -37,9 +37,6 @@ HELD_ON = -2
 """The key of what is held from the loss point to the end of the step, without the gradients of the
 outputs."""
 
-CLEARED = -3
-"""The key of the first tensor that a step clears; further ones have lower keys."""
-
 
 def settings_of(device: torch.device) -> AllocatorSettings | None:
     """Return the settings of the caching allocator of ``device``; ``None`` if it needs no model.
@@ -66,7 +63,7 @@ class Requests:
     """Requests of one training step to the device's allocator: allocations and releases.
 
     Attributes:
-        given_bytes: sizes of the tensors that exist before the step and after it.
+        given_bytes: sizes of the tensors that exist before the step.
         calls: requests of each call of a stage's forward or backward, including the copies from the
             host that precede it.
         loss_point: requests between forward and backward, the last releases of the forward first.
@@ -74,8 +71,6 @@ class Requests:
         end: requests after the last call.
         unplaced_bytes: bytes that are held in blocks of unknown size. A replay counts them as held
             throughout, even if they are released before the loss.
-        cleared: allocations of tensors that exist before the step, and are freed between forward
-            and backward: gradients of the previous step.
     """
 
     given_bytes: tuple[int, ...]
@@ -84,18 +79,12 @@ class Requests:
     loss_point_index: int
     end: tuple[Request, ...]
     unplaced_bytes: int
-    cleared: tuple[Request, ...] = ()
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests of the step, except for ``given_bytes``, in order of execution.
-
-        What it clears comes first: each step makes it, to be cleared by the next one.
-        """
-        yield from self.cleared
+        """Yield the requests of the step, except for ``given_bytes``, in order of execution."""
         for index, requests in enumerate(self.calls):
             if index == self.loss_point_index:
                 yield from self.loss_point
-                yield from ((key, -nbytes) for key, nbytes in self.cleared)
             yield from requests
         yield from self.end
 
@@ -142,24 +131,19 @@ def requests_of_step(
         calls.append(asked)
     at_loss_point = released[program.loss_point]
     tangents = [(i, nbytes[i]) for i in sorted(joint.storages.of(joint.tangents))]
-    cleared = context_bytes.cleared_each_bytes
-    more_bytes = context_bytes.tangent_bytes + sum(cleared) - sum(size for _, size in tangents)
+    more_bytes = context_bytes.tangent_bytes - sum(size for _, size in tangents)
     made = [(key, size) for key, size in (*tangents, (HELD_ON, more_bytes)) if size > 0]
     loss_bytes = context_bytes.loss_point_bytes - sum(size for _, size in made)
     small = sum(size for _, size in made if size <= MOST_SMALL_BYTES)
     small_bytes = min(max(context_bytes.loss_point_small_bytes - small, 0), loss_bytes)
-    given = [*context_bytes.given_each_bytes]
-    unplaced_bytes = context_bytes.given_bytes - sum(given)
-    for size in cleared:
-        given.remove(size)
+    given = context_bytes.given_each_bytes
     return Requests(
         given_bytes=_without_empty(given),
-        cleared=tuple((CLEARED - i, size) for i, size in enumerate(cleared) if size),
         calls=tuple(calls),
         loss_point=(*at_loss_point, *made, *_transient(loss_bytes, small_bytes)),
         loss_point_index=program.loss_point,
         end=_transient(context_bytes.end_bytes),
-        unplaced_bytes=unplaced_bytes,
+        unplaced_bytes=context_bytes.given_bytes - sum(given),
     )
 
 
@@ -268,7 +252,6 @@ def crowded(
     for index, call in enumerate(program.calls):
         if index == requests.loss_point_index:
             held_bytes += sum(nbytes for _, nbytes in requests.loss_point)
-            held_bytes -= sum(nbytes for _, nbytes in requests.cleared)
         now_bytes = held_bytes
         for step in footprints.steps(call.block):
             now_bytes += table.total(step.allocates)
