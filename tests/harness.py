@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
 from fxremat.costs.measured.cache import CostCache
-from fxremat.costs.measured.cost import Measured, measure_line, stage_blocks
+from fxremat.costs.measured.cost import Measured, stage_blocks
+from fxremat.costs.measured.stages import measure_line
 from fxremat.effort import USUAL, Effort
 from fxremat.ir import Backward, Decision, Forward, Keep, Schedule, StageSeconds, Tensors
 from fxremat.passes.contract import PassConfig

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fxremat import torch_compat
 from fxremat.costs.measured.cache import CostCache
-from fxremat.costs.measured.cost import measure_line
+from fxremat.costs.measured.stages import measure_line
 from fxremat.ir import RecordedCosts
 from fxremat.passes.emit.code import Emitted
 from fxremat.passes.emit.program import Program

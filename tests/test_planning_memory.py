@@ -16,8 +16,9 @@ import fxremat
 from fxremat import torch_compat
 from fxremat.costs.measured import cache
 from fxremat.costs.measured.cache import CostCache
-from fxremat.costs.measured.cost import Measured, boundary_after, measure_line, stage_blocks
+from fxremat.costs.measured.cost import Measured, boundary_after, stage_blocks
 from fxremat.costs.measured.measure import resident_bytes
+from fxremat.costs.measured.stages import measure_line
 from fxremat.passes.stages.block import BlockCache
 from fxremat.planner.allocator.footprints import requests_of, steps_of
 from fxremat.progress import silent

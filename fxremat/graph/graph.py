@@ -23,8 +23,9 @@ from fxremat.costs.link.collectives import late_bytes, speeds_of, with_collectiv
 from fxremat.costs.measured.bits import other_bits
 from fxremat.costs.measured.cache import cost_cache
 from fxremat.costs.measured.causal import MaskBits
-from fxremat.costs.measured.cost import Measured, measure_line
+from fxremat.costs.measured.cost import Measured
 from fxremat.costs.measured.layouts import KernelLayouts
+from fxremat.costs.measured.stages import measure_line
 from fxremat.costs.measured.tuning import tune_kernels
 from fxremat.errors import CaptureError, CostError, PlanError
 from fxremat.graph.calls import Calls

@@ -17,7 +17,7 @@ from fxremat.errors import ArgumentError, BudgetError
 from fxremat.graph.dimensions import MOST_SIZE, Dimension, nearest, resized, taken_sizes
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import fastest, least_of
-from fxremat.graph.pools import least_bytes_from_scratch, pools, rough_least_bytes
+from fxremat.graph.pools import least_bytes, least_bytes_from_scratch, pools
 from fxremat.options.budget import TrainingBudget
 from fxremat.planner.context.step_context import StepContext
 from fxremat.planning.choose import usual_context
@@ -265,7 +265,11 @@ class Batching:
 
     def _nothing(self, group: Sequence[Dimension]) -> BudgetError:
         smallest = self._taken(group).start
-        least = rough_least_bytes(self.graph, self._usual_at(group, smallest))
+        context = self._usual_at(group, smallest)
+        least = max(
+            least_bytes(self.graph, context, None),
+            least_bytes_from_scratch(self.graph, context, 0),
+        )
         return BudgetError(
             f"no size fits {self.budget_bytes} bytes: if {group[0].name} is {smallest}, the "
             f"least feasible budget is {least} bytes ({format_bytes(least)}). Give at least that",

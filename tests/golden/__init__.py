@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 import fxremat
-from fxremat.costs.measured.cost import Measured, measure_line
+from fxremat.costs.measured.cost import Measured
+from fxremat.costs.measured.stages import measure_line
 from fxremat.graph import further
 from fxremat.graph import graph as graphs
 from fxremat.ir import MeasuredLink, RecordedCosts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxremat.costs.measured.cache import CostCache
-from fxremat.costs.measured.cost import measure_line
+from fxremat.costs.measured.stages import measure_line
 from fxremat.passes.joint.sizes import layouts_of
 from fxremat.passes.stages.block import BlockCache
 from fxremat.passes.stages.linearize import Line

@@ -14,7 +14,7 @@ from torch import fx, nn
 from fxremat import torch_compat
 from fxremat.costs.estimated.scaled import ScaledCosts, rates_of, with_workspaces
 from fxremat.costs.measured.cache import CostCache
-from fxremat.costs.measured.cost import measure_line
+from fxremat.costs.measured.stages import measure_line
 from fxremat.effort import USUAL
 from fxremat.ir import RecordedCosts
 from fxremat.passes.fuse.unit import Unit

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from fxremat import torch_compat
 from fxremat.costs.measured.cache import CostCache
-from fxremat.costs.measured.cost import Measured, measure_line, stage_blocks
+from fxremat.costs.measured.cost import Measured, stage_blocks
 from fxremat.costs.measured.execute import (
     BLOCK_S,
     DOUBTFUL_RUNS,
@@ -23,6 +23,7 @@ from fxremat.costs.measured.execute import (
     least_s,
 )
 from fxremat.costs.measured.measure import KernelClock
+from fxremat.costs.measured.stages import measure_line
 from fxremat.costs.measured.synthetic import Synthesizer
 from fxremat.errors import CostError
 from fxremat.ir import RecordedCosts
