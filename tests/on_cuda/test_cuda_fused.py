@@ -152,7 +152,8 @@ def test_the_backend_uses_inductors_kernels_unless_it_is_asked_not_to(
         options["executor"] = executor
     call = torch.compile(model, backend="fxremat", options=options)
     check(model, call, (ROWS,), 3)
-    assert bool(fxremat.plan_of(call).fused) == fuses
+    plan = fxremat.plan_of(call)
+    assert any(fused.parts == 1 for fused in plan.fused) == fuses
 
 
 def test_compile_keeps_eagers_bits_unless_it_is_asked_not_to():
@@ -216,6 +217,7 @@ def test_a_buffer_of_which_an_input_is_a_part_is_counted_at_any_size(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*was planned as it began")
             peak_of(model, call, x)
+        x.grad = None
         assert peak_of(model, call, x) <= call.plan.budget_bytes, count
 
 

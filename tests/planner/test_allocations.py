@@ -96,12 +96,14 @@ def check(
     found = found or around(step)
     evaluation = moved(carried.evaluation, moves)
     asked = requests_of_step(carried.program, found, step.footprints, moves)
-    now = sum(asked.given_bytes) + asked.unplaced_bytes
+    cleared = sum(nbytes for _, nbytes in asked.cleared)
+    now = sum(asked.given_bytes) + asked.unplaced_bytes + cleared
     assert now == found.given_bytes
     peaks, held = [], []
     for index, requests in enumerate(asked.calls):
         if index == asked.loss_point_index:
             loss_point, now = sums(asked.loss_point, now)
+            now -= cleared
             if not moves:
                 assert loss_point == evaluation.loss_point_bytes
         peak, now = sums(requests, now)
@@ -109,7 +111,7 @@ def check(
         held.append(now)
     assert held == list(evaluation.held_bytes)
     assert sums(asked.end, now) == (evaluation.end_bytes, evaluation.end_bytes - found.end_bytes)
-    assert sums(tuple(asked), found.given_bytes)[0] == evaluation.peak_bytes
+    assert sums(tuple(asked), found.given_bytes - cleared)[0] == evaluation.peak_bytes
     if not moves:
         # A call's peak may be before its first operation: then it is what was held before.
         assert [max(p, h) for p, h in zip(peaks, held, strict=True)] == [
@@ -141,6 +143,32 @@ def test_the_sums_of_requests_are_the_evaluation_where_tangents_stay(name: str):
         evaluation, program = evaluator.evaluation(candidate), evaluator.program(candidate)
         assert evaluation.held_bytes[-1] > carried.evaluation.held_bytes[-1]
         check(step, replace(carried, program=program, evaluation=evaluation), found=found)
+
+
+@models
+def test_the_sums_of_requests_are_the_evaluation_where_gradients_are_cleared(name: str):
+    """Between forward and backward: a replay hands out their memory again, too."""
+    step, cleared = captured(name), (30 << 20, 30 << 20, 4096)
+    base = around(step)
+    found = replace(
+        base,
+        given_bytes=base.given_bytes + sum(cleared),
+        given_each_bytes=(*base.given_each_bytes, *cleared),
+        tangent_bytes=base.tangent_bytes - sum(cleared),
+        cleared_each_bytes=cleared,
+    )
+    evaluator = step.evaluator(found)
+    for carried in carried_out(name):
+        candidate = evaluator.candidate(carried.candidate.codes)
+        evaluation, program = evaluator.evaluation(candidate), evaluator.program(candidate)
+        before = carried.evaluation
+        assert evaluation.held_bytes[-1] == before.held_bytes[-1]
+        check(step, replace(carried, program=program, evaluation=evaluation), found=found)
+        asked = requests_of_step(program, found, step.footprints)
+        taken = replay_requests(asked, GROWING).allocated_bytes
+        again = requests_of_step(carried.program, base, step.footprints)
+        rounded = replay_requests(again, GROWING).allocated_bytes - before.peak_bytes
+        assert taken <= evaluation.peak_bytes + rounded + (1 << 20)
 
 
 @models

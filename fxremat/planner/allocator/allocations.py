@@ -37,6 +37,9 @@ HELD_ON = -2
 """The key of what is held from the loss point to the end of the step, without the gradients of the
 outputs."""
 
+CLEARED = -3
+"""The key of the first tensor that a step clears; further ones have lower keys."""
+
 
 def settings_of(device: torch.device) -> AllocatorSettings | None:
     """Return the settings of the caching allocator of ``device``; ``None`` if it needs no model.
@@ -63,7 +66,9 @@ class Requests:
     """Requests of one training step to the device's allocator: allocations and releases.
 
     Attributes:
-        given_bytes: sizes of the tensors that exist before the step.
+        given_bytes: sizes of the tensors that exist before the step and after it.
+        cleared: allocations of tensors that exist before the step, and are freed between forward
+            and backward: gradients of the previous step.
         calls: requests of each call of a stage's forward or backward, including the copies from the
             host that precede it.
         loss_point: requests between forward and backward, the last releases of the forward first.
@@ -74,6 +79,7 @@ class Requests:
     """
 
     given_bytes: tuple[int, ...]
+    cleared: tuple[Request, ...]
     calls: tuple[tuple[Request, ...], ...]
     loss_point: tuple[Request, ...]
     loss_point_index: int
@@ -81,10 +87,15 @@ class Requests:
     unplaced_bytes: int
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield the requests of the step, except for ``given_bytes``, in order of execution."""
+        """Yield the requests of the step, except for ``given_bytes``, in order of execution.
+
+        What it clears comes first: each step makes it, to be cleared by the next one.
+        """
+        yield from self.cleared
         for index, requests in enumerate(self.calls):
             if index == self.loss_point_index:
                 yield from self.loss_point
+                yield from ((key, -nbytes) for key, nbytes in self.cleared)
             yield from requests
         yield from self.end
 
@@ -131,19 +142,24 @@ def requests_of_step(
         calls.append(asked)
     at_loss_point = released[program.loss_point]
     tangents = [(i, nbytes[i]) for i in sorted(joint.storages.of(joint.tangents))]
-    more_bytes = context_bytes.tangent_bytes - sum(size for _, size in tangents)
+    cleared = context_bytes.cleared_each_bytes
+    more_bytes = context_bytes.tangent_bytes + sum(cleared) - sum(size for _, size in tangents)
     made = [(key, size) for key, size in (*tangents, (HELD_ON, more_bytes)) if size > 0]
     loss_bytes = context_bytes.loss_point_bytes - sum(size for _, size in made)
     small = sum(size for _, size in made if size <= MOST_SMALL_BYTES)
     small_bytes = min(max(context_bytes.loss_point_small_bytes - small, 0), loss_bytes)
-    given = context_bytes.given_each_bytes
+    given = [*context_bytes.given_each_bytes]
+    unplaced_bytes = context_bytes.given_bytes - sum(given)
+    for size in cleared:
+        given.remove(size)
     return Requests(
         given_bytes=_without_empty(given),
+        cleared=tuple((CLEARED - i, size) for i, size in enumerate(cleared) if size),
         calls=tuple(calls),
         loss_point=(*at_loss_point, *made, *_transient(loss_bytes, small_bytes)),
         loss_point_index=program.loss_point,
         end=_transient(context_bytes.end_bytes),
-        unplaced_bytes=context_bytes.given_bytes - sum(given),
+        unplaced_bytes=unplaced_bytes,
     )
 
 
@@ -252,6 +268,7 @@ def crowded(
     for index, call in enumerate(program.calls):
         if index == requests.loss_point_index:
             held_bytes += sum(nbytes for _, nbytes in requests.loss_point)
+            held_bytes -= sum(nbytes for _, nbytes in requests.cleared)
         now_bytes = held_bytes
         for step in footprints.steps(call.block):
             now_bytes += table.total(step.allocates)

@@ -49,8 +49,8 @@ class ContextBytes:
         loss_point_small_bytes: the part of ``loss_point_bytes`` that is allocated in small blocks.
         released_bytes: the part of ``given_bytes`` that is released between the forward and the
             loss, such as the previous step's outputs.
-        cleared_bytes: the part of ``given_bytes`` that is released before the backward begins,
-            namely cleared gradients. ``tangent_bytes`` accounts for it.
+        cleared_each_bytes: those of ``given_each_bytes`` that are released before the backward
+            begins, namely cleared gradients. ``tangent_bytes`` accounts for them.
         tangents_stay: the caller holds gradients of the outputs until the backward ends.
         gradient_each_bytes: bytes of the gradient of each primal, whether or not it exists; 0 for a
             primal that is no dense tensor.
@@ -68,13 +68,18 @@ class ContextBytes:
     host_bytes: int | None = None
     loss_point_small_bytes: int = 0
     released_bytes: int = 0
-    cleared_bytes: int = 0
+    cleared_each_bytes: tuple[int, ...] = ()
     tangents_stay: bool = False
     gradient_each_bytes: tuple[int, ...] = ()
 
     def releases(self, joint: JointGraph) -> frozenset[int]:
         """Return ids of storages of output gradients that the backward frees after the last use."""
         return frozenset() if self.tangents_stay else joint.released
+
+    @property
+    def cleared_bytes(self) -> int:
+        """The sum of ``cleared_each_bytes``."""
+        return sum(self.cleared_each_bytes)
 
     @property
     def loss_point_more_bytes(self) -> int:

@@ -188,7 +188,7 @@ class StepContext:
         held_bytes = self.correction.left_bytes
         if not (self.region or self.correction.observed):
             held_bytes = max(held_bytes, base.tangent_bytes)
-        cleared_bytes = sum(gradients) * self.cleared
+        cleared = gradients if self.cleared else ()
         loss_point_bytes = (
             self.correction.loss_point_bytes if self.region else self.loss_point_bytes(base)
         )
@@ -196,14 +196,14 @@ class StepContext:
             base,
             given_bytes=given_bytes,
             loss_point_bytes=loss_point_bytes + self.correction.room_bytes,
-            tangent_bytes=held_bytes - cleared_bytes,
+            tangent_bytes=held_bytes - sum(cleared),
             given_each_bytes=(*base.given_each_bytes, *more),
             added=(frozenset() if self.cleared else self.added) | self.hosted | self.taken,
             host_bytes=self.host_bytes,
             end_bytes=max(base.end_bytes, self.step_bytes),
             end_is_step=self.step_bytes > base.end_bytes,
             released_bytes=self.kept_bytes * self.released,
-            cleared_bytes=cleared_bytes,
+            cleared_each_bytes=cleared,
             tangents_stay=self.tangents_stay,
         )
 
