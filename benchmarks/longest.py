@@ -195,7 +195,7 @@ def measure_large(
             "split": called,
             "host": host,
             "tokens": batches.largest.size if batches else None,
-            "least_bytes": found.kept.least_budget_bytes,
+            "least_bytes": found.least_budget_bytes,
             "planned_s": time.process_time() - begin,
         }
 
@@ -233,7 +233,7 @@ def measure_lengths(
             "host": host,
             "at": tokens,
             "tokens": tokens if plan else None,
-            "least_bytes": found.kept.least_budget_bytes,
+            "least_bytes": found.least_budget_bytes,
             "peak_bytes": plan.predicted_peak_bytes if plan else None,
             "host_bytes": plan.host_bytes if plan else None,
             "predicted_s": plan.predicted_s if plan else None,

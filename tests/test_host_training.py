@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 import fxremat
 from fxremat import torch_compat
 from fxremat.errors import HostMemoryError
+from fxremat.runtime import arena
 from fxremat.runtime.host_tensor import HostTensor
 from tests.models.zoo import seeded
 
@@ -366,14 +367,54 @@ def test_nothing_is_left_when_the_compiled_module_is_gone():
     assert not any(isinstance(v, HostTensor) for v in values)
 
 
-def test_host_memory_that_is_too_small_changes_nothing():
+def test_host_memory_that_cannot_be_allocated_changes_nothing(monkeypatch: pytest.MonkeyPatch):
     model = blocks()
     optimizer = adamw(model)
     plain(model, model, optimizer, 0)
-    memory = fxremat.HostMemory("auto", state="all", limit="64 KiB")
-    with pytest.raises((HostMemoryError, fxremat.BudgetError)):
+
+    def refuse(nbytes: int, *, folder: str) -> None:
+        raise HostMemoryError(f"no {nbytes} bytes in {folder}", asked_bytes=nbytes, code="FXR711")
+
+    monkeypatch.setattr(arena, "file_memory", refuse)
+    memory = fxremat.HostMemory("auto", state="all")
+    with pytest.raises(HostMemoryError):
         fxremat.compile(model, ROWS, "min", optimizer=optimizer, offload=memory)
     assert "step" not in vars(optimizer)
     values = [v for state in optimizer.state.values() for v in state.values()]
     assert not any(isinstance(v, HostTensor) for v in values)
     plain(model, model, optimizer, 0)
+
+
+def partly_frozen() -> nn.Module:
+    model = blocks(4)
+    for own in (model[0][2], model[1]):
+        own.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("parameters", [False, True, "all"])
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("limit_kib", [400, 1300, 2500])
+@pytest.mark.parametrize("budget", ["min", 0.5])
+def test_all_that_is_in_host_memory_keeps_to_the_limit_together(
+    budget: Any, limit_kib: int, state: Any, parameters: Any
+):
+    """Parameters, gradients, optimizer state and activations."""
+    model = partly_frozen()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    memory = fxremat.HostMemory("auto", limit=limit_kib << 10, state=state, parameters=parameters)
+    rows = ROWS.repeat(16, 1)
+    options: dict[str, Any] = {"optimizer": optimizer, "loss": lambda y: y.square().mean()}
+    try:
+        call = fxremat.compile(model, rows, budget, offload=memory, **options)
+    except fxremat.BudgetError:
+        assert budget != "min"
+        return
+    for _ in range(2):
+        call(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    host = call._training.loop.host
+    assert host.allocated_bytes <= limit_kib << 10
+    if limit_kib == 2500 and budget == "min":
+        assert host.allocated_bytes

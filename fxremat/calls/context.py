@@ -146,8 +146,8 @@ def context_of(loop: Loop, graph: Graph, fields: ContextFields, *, several: bool
     context = graph.feedback.held(StepContext(*fields))
     if several:
         return context
-    if loop.hosting is not None and loop.host is not None and loop.host.nbytes is not None:
-        free_bytes = max(0, loop.host.nbytes - loop.hosting.placement.host_bytes)
+    free_bytes = loop.plannable_host_bytes()
+    if free_bytes is not None:
         context = replace(context, host_bytes=free_bytes)
     with loop.planning:
         return corrected(loop, graph, share_in_flight(graph, context, loop.budget))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,10 +10,10 @@ from fxremat.errors import BudgetError
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import fastest, least_of
 from fxremat.graph.pools import pools
-from fxremat.loop.placement import Placement
+from fxremat.loop.placement import Placement, with_least_memory
 from fxremat.options.budget import TrainingBudget
 from fxremat.planner.context.step_context import StepContext
-from fxremat.planning.choose import Needs, budget_contexts, choose, needs_in
+from fxremat.planning.choose import Needs, all_in_flight, budget_contexts, choose, needs_in
 from fxremat.progress import LOG
 from fxremat.units import format_bytes, format_seconds
 
@@ -44,17 +45,17 @@ def choose_placement(
         return placements[0]
     if budget.written.grows:
         return choice.least()
-    full_bytes = choice.needs(placements[0]).full_bytes
+    full_bytes = choice.full_bytes()
     if budget.nbytes is None:
         budget.set(budget.written.bytes_of(full_bytes=full_bytes, least_bytes=0))
     assert budget.nbytes is not None
     if full_bytes <= budget.nbytes:
         return placements[0]
-    best, best_s = choice.fitting()
-    for placement in placements:
-        seconds = choice.seconds_at_hand(placement)
-        if seconds is not None and seconds < best_s:
-            best, best_s = placement, seconds
+    # A search that is left may show candidates for all placements.
+    best, best_s = choice.fitting() if graph.further.left != [] else (None, math.inf)
+    best, best_s = choice.fastest_at_hand(best, best_s)
+    if best is None:
+        best, best_s = choice.fitting()
     LOG.info(
         "%s of optimizer state and %s of gradients are in host memory, %s per step",
         format_bytes(best.state_bytes),
@@ -80,16 +81,23 @@ class _Choice:
         pools(self.graph, contexts[0], None)
         return needs_in(self.graph, contexts)
 
+    def full_bytes(self) -> int:
+        """Return the peak with everything kept, and all training state on the device."""
+        contexts = budget_contexts(self.graph, self.context_with(self.placements[0]), self.budget)
+        kept = ((each, pools(self.graph, each, None)[0].full_bytes) for each in contexts[:2])
+        return max(all_in_flight(self.graph, each, nbytes) for each, nbytes in kept)
+
     def least(self) -> Placement:
         """Return the placement of the least budget.
 
         A search for less memory changes which one that is: what an optimizer's step has on the
         device counts more, the less the planned step takes.
         """
-        least = self.placements[-1]
+        able = with_least_memory(self.placements)
+        least = able[-1]
         for _ in range(MOST_SEARCHES):
             choose(self.graph, self.context_with(least), self.budget)
-            before, least = least, min(self.placements, key=lambda own: self.needs(own).least_bytes)
+            before, least = least, min(able, key=lambda own: self.needs(own).least_bytes)
             if least is before:
                 break
         return least
@@ -101,7 +109,7 @@ class _Choice:
             BudgetError: none fits.
         """
         refused: list[BudgetError] = []
-        for placement in sorted(self.placements, key=lambda own: self.needs(own).first_bytes):
+        for placement in reversed(self.placements):  # mostly the one of least memory first
             try:
                 chosen = choose(self.graph, self.context_with(placement), self.budget)
             except BudgetError as error:
@@ -109,6 +117,28 @@ class _Choice:
             else:
                 return placement, chosen.candidate.total_s + placement.transfer_s
         raise min(refused, key=lambda error: error.least_budget_bytes or 0)
+
+    def fastest_at_hand(
+        self, best: Placement | None, best_s: float
+    ) -> tuple[Placement | None, float]:
+        """Return the fastest placement and its seconds, of the candidates at hand.
+
+        Placements whose transfers alone make them slower are left out.
+
+        Args:
+            best: a placement that fits, or ``None``.
+            best_s: its seconds.
+        """
+        first, *_ = budget_contexts(self.graph, self.context_with(self.placements[0]), self.budget)
+        available = pools(self.graph, first, None)
+        computing_s = min(pool.search.baseline.total_s for pool in available)
+        for placement in self.placements:
+            if computing_s + placement.transfer_s >= best_s:
+                continue
+            seconds = self.seconds_at_hand(placement)
+            if seconds is not None and seconds < best_s:
+                best, best_s = placement, seconds
+        return best, best_s
 
     def seconds_at_hand(self, placement: Placement) -> float | None:
         """Return the seconds of the fastest step with a placement, of the candidates at hand.

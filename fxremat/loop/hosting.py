@@ -96,14 +96,14 @@ class Hosting:
         return Hosting(tuple(trained), tuple(map(weakref.ref, made)), sizes, space)
 
     def choices(self, link: MeasuredLink) -> list[Placement]:
-        """Return the choices of what is in host memory, from nothing to everything that may be.
+        """Return the choices of what is in host memory, from nothing to as much as may be.
 
         Gradients that processes exchange stay on the device, in the buckets of their wrapper.
 
         Args:
             link: the link to host memory.
         """
-        made = placements(self.trained, link, self.sizes)
+        made = placements(self.trained, link, self.sizes, limit_bytes=self.space.free_bytes)
         return [own for own in made if not (own.gradients and _exchanges_gradients())]
 
     def use(self, placement: Placement) -> None:
@@ -143,6 +143,8 @@ class Hosting:
         for step in self._steps:
             step.remove()
         self._steps.clear()
+        self._places.clear()
+        self.space.release()
         self.placement, self.is_chosen = NOTHING, False
 
     def gradients_among(

@@ -264,6 +264,18 @@ class Loop:
             self._slack_bytes = max(self._slack_bytes, nbytes)
         return self._slack_bytes
 
+    def plannable_host_bytes(self) -> int | None:
+        """Return the bytes of host memory that parameters, gradients and state leave to plans.
+
+        ``None``: all that the limit allows.
+        """
+        if self.host is None or self.host.nbytes is None:
+            return None
+        kept_bytes = self.host.lasting_bytes
+        if self.hosting is not None:  # before the placement is used, it has no memory
+            kept_bytes += self.hosting.placement.host_bytes - self.hosting.space.allocated_bytes
+        return max(0, self.host.nbytes - kept_bytes) if kept_bytes else None
+
     def free_host_bytes(self, later_bytes: int = 0) -> int | None:
         """Return the bytes of host memory that a call may take; ``None``: no limit.
 

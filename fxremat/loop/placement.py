@@ -163,9 +163,13 @@ def large_parameters(
 
 
 def placements(
-    trained: Sequence[Trained], link: MeasuredLink, sizes: Sequence[int]
+    trained: Sequence[Trained],
+    link: MeasuredLink,
+    sizes: Sequence[int],
+    *,
+    limit_bytes: int | None = None,
 ) -> list[Placement]:
-    """Return choices of what is in host memory, from nothing to everything.
+    """Return choices of what is in host memory, from nothing to everything that the limit allows.
 
     State goes first: gradients take time in the backward as well. Of each, the largest go first.
 
@@ -173,13 +177,46 @@ def placements(
         trained: the parameters, the largest first.
         link: the link to host memory.
         sizes: bytes of each parameter that the optimizers step.
+        limit_bytes: the most host memory that a choice may take; ``None``: no limit.
     """
-    with_state = [own for own in trained if own.state_bytes]
+    left_bytes = math.inf if limit_bytes is None else limit_bytes
+    with_state, left_bytes = _within(
+        [(own, own.state_host_bytes) for own in trained if own.state_bytes], left_bytes
+    )
     parts = [_prefix(with_state, step) for step in range(STEPS + 1)]
     made = [_placement(trained, part, [], link, sizes) for part in parts]
+    with_gradient, _ = _within([(own, slot_bytes(own.nbytes)) for own in trained], left_bytes)
     for step in range(1, STEPS + 1):
-        made.append(_placement(trained, with_state, _prefix(trained, step), link, sizes))
+        gradients = _prefix(with_gradient, step)
+        made.append(_placement(trained, with_state, gradients, link, sizes))
     return _distinct(made)
+
+
+def with_least_memory(made: Sequence[Placement]) -> list[Placement]:
+    """Return those of :func:`placements` that may have the least peak.
+
+    The last one leaves forward and backward the most memory. Another one can only be better if an
+    optimizer's step, which comes at the end, has fewer bytes on the device.
+    """
+
+    def at_the_end_bytes(own: Placement) -> int:
+        return own.step_bytes - own.state_bytes - own.gradient_bytes
+
+    *others, last = made
+    most_bytes = at_the_end_bytes(last)
+    return [*(own for own in others if at_the_end_bytes(own) < most_bytes), last]
+
+
+def _within(
+    sized: Iterable[tuple[Trained, int]], limit_bytes: float
+) -> tuple[list[Trained], float]:
+    """Return the parameters, in order, whose bytes fit the limit together; and what is left."""
+    taken = []
+    for own, nbytes in sized:
+        if nbytes <= limit_bytes:
+            taken.append(own)
+            limit_bytes -= nbytes
+    return taken, limit_bytes
 
 
 def _distinct(made: Iterable[Placement]) -> list[Placement]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fxremat import torch_compat
-from fxremat.errors import ArgumentError
+from fxremat.errors import ArgumentError, HostMemoryError
 from fxremat.loop.optimizer_state import copied_optimizer
 from fxremat.loop.windowed_step import WindowedStep
 from fxremat.runtime.arena import HostLimit
@@ -48,6 +48,7 @@ def step_costs(optimizer: torch.optim.Optimizer) -> StepCosts:
     Raises:
         ArgumentError: the optimizer cannot step some parameters at a time, with the same bits as
             all of them together.
+        HostMemoryError: there is no host memory for the state of small parameters.
     """
     name = type(optimizer).__name__
     pairs = [(group, p) for group in optimizer.param_groups for p in group["params"]]
@@ -166,6 +167,7 @@ def _check_separable(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
 
     Raises:
         ArgumentError: it changes some, or the optimizer fails.
+        HostMemoryError: there is no host memory for the state of small parameters.
     """
     name = type(optimizer).__name__
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -185,6 +187,8 @@ def _check_separable(optimizer: torch.optim.Optimizer) -> tuple[float, float]:
         step = WindowedStep(made, space=space, hosted_bytes=lambda p: 2 * p.nbytes)
         with torch.no_grad():
             separately, hosted_s = _trained(made, step.run)
+    except HostMemoryError:
+        raise
     except Exception as error:  # of the user's class
         raise _refused(
             optimizer, f"a trial step of {name} for some parameters failed: {error}"

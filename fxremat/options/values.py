@@ -65,7 +65,7 @@ class HostMemory:
         state: ``True``: the state of the optimizers in ``optimizer=`` and the gradients may live in
             host memory. As much of them does as makes the step fastest within the budget. The
             optimizer steps some parameters at a time, on the device, with the same bits as without.
-            ``"all"``: all of them do, whatever the budget is.
+            ``"all"``: all of them do that ``limit`` allows, whatever the budget is.
         parameters: ``True``: frozen parameters may live in host memory. A step then copies each to
             the device before an operation reads it, and frees it afterwards. None is moved where
             everything fits on the device. ``"all"``: trained parameters may live there as well. An

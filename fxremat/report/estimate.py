@@ -61,7 +61,9 @@ class Estimate:
 
     Attributes:
         device: name of the device.
-        kept: the plan that keeps everything. It has the peak, the seconds and the frontier.
+        kept: the plan that keeps everything, with optimizer state and gradients on the device. It
+            has the peak, the seconds and the frontier.
+        least_budget_bytes: the least feasible budget in bytes.
         budget_bytes: the budget in bytes, or ``None`` if none was given.
         plan: the fastest plan within the budget, or ``None`` if none fits or no budget was given.
         batches: the sizes of the batch that fit the budget, or ``None`` if none fits or ``dim``
@@ -78,6 +80,7 @@ class Estimate:
 
     device: str
     kept: Plan
+    least_budget_bytes: int
     budget_bytes: int | None
     plan: Plan | None
     batches: Batches | None
@@ -87,11 +90,6 @@ class Estimate:
     optimizer: str | None
     loss: LossOf
     verified: Verified | None = None
-
-    @property
-    def least_budget_bytes(self) -> int:
-        """The least feasible budget, in bytes."""
-        return self.kept.least_budget_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -200,10 +198,15 @@ class Estimate:
 
     def lines(self) -> list[str]:
         """Return the lines of text that :meth:`show` prints."""
-        slowest_s = self.frontier.points[0].predicted_s
+        least = self.frontier.points[0]
+        is_of_least = least.peak_bytes <= self.least_budget_bytes  # else it uses host memory
         rows = [
             ("everything kept", self.peak_bytes, _step(self.predicted_s)),
-            ("least feasible budget", self.least_budget_bytes, _step(slowest_s)),
+            (
+                "least feasible budget",
+                self.least_budget_bytes,
+                _step(least.predicted_s) if is_of_least else "with host memory",
+            ),
         ]
         fits = "fits" if self.fits else "does not fit"
         if self.budget_bytes is not None:

@@ -52,6 +52,11 @@ class HostLimit:
         """Bytes of the blocks that steps use now."""
         return sum(block.nbytes for block in self.blocks if not block.free)
 
+    @property
+    def lasting_bytes(self) -> int:
+        """Bytes of the blocks that parameters, gradients and optimizer state are in."""
+        return sum(block.nbytes for block in self.blocks if block.lasting and not block.free)
+
     def drop_idle(self) -> None:
         """Free the blocks that no step uses; a step that needs one allocates it again."""
         with self.lock:
@@ -67,6 +72,7 @@ class HostLimit:
             self._overlaps |= self.lent_bytes > 0
             block = self.idle_for(arena) or self.grow(arena)
             block.lent_by, block.lent_last = arena.id, next(_ids)
+            block.lasting = arena.lasting
             return block, block.lend()
 
     def idle_for(self, arena: Arena) -> Block | None:
@@ -136,12 +142,17 @@ class HostLimit:
             raise HostMemoryError(self._over_limit(asked, limit), asked_bytes=asked, code="FXR711")
 
     def _over_limit(self, asked: int, limit: int) -> str:
-        others = len(self.blocks)
+        others = sum(not block.lasting for block in self.blocks)
         if not others:
+            lasting_bytes = self.lasting_bytes
+            held = (
+                f", of which {format_bytes(lasting_bytes)} hold parameters, gradients or optimizer "
+                "state"
+            )
             return (
-                f"the plan needs {format_bytes(asked)} ({asked} bytes) of host memory, but "
-                f"HostMemory(limit=) allows {format_bytes(limit)} ({limit}). Raise the limit, or "
-                "plan again with it"
+                f"the plan needs {format_bytes(asked)} ({asked} bytes) of host memory"
+                f"{held if lasting_bytes else ''}, but HostMemory(limit=) allows "
+                f"{format_bytes(limit)} ({limit}). Raise the limit, or plan again with it"
             )
         return (
             f"a step begins before {plural(others, 'earlier step')} finished, which requires "
@@ -166,10 +177,12 @@ class Arena:
         host_dir: folder of the file; by default the system's for temporary files.
         limit: the memory that this arena shares with others; ``None``: separate memory without a
             limit.
+        lasting: whether its memory is lent for longer than a step.
 
     Attributes:
         id: identifies the arena in :meth:`find`.
         nbytes: bytes that one step may use.
+        lasting: whether its memory is lent for longer than a step.
         place: the device, and the folder of the file.
         closed: whether no further step may begin.
 
@@ -185,11 +198,12 @@ class Arena:
         device: torch.device | str,
         host_dir: str | os.PathLike[str] | None = None,
         limit: HostLimit | None = None,
+        lasting: bool = False,
     ) -> None:
         if nbytes <= 0:
             raise ValueError(f"an arena of {nbytes} bytes: must be at least 1")
         self.id = next(_ids)
-        self.nbytes = nbytes
+        self.nbytes, self.lasting = nbytes, lasting
         self.closed = self._forked = False
         self._device = _with_index(torch.device(device))
         self._folder = folder_of(host_dir)

@@ -68,7 +68,7 @@ def homes(like: Sequence[Tensor], *, folder: str | None, limit: HostLimit) -> li
         HostMemoryError: the memory cannot be allocated, or exceeds the limit.
     """
     offsets, total = assign_slots([tensor.nbytes for tensor in like])
-    arena = Arena(total, device=like[0].device, host_dir=folder, limit=limit)
+    arena = Arena(total, device=like[0].device, host_dir=folder, limit=limit, lasting=True)
     memory = arena.open()
     lease, array = lease_of(memory), memory.numpy()
     made = []

@@ -49,6 +49,12 @@ class HostSpace:
         """Bytes of all blocks."""
         return sum([host.numel() for _, host in self._blocks])
 
+    @property
+    def free_bytes(self) -> int | None:
+        """The bytes that new blocks may have within the limit; ``None``: there is no limit."""
+        limit = self._limit
+        return None if limit.nbytes is None else max(0, limit.nbytes - limit.lasting_bytes)
+
     def reserve(self, nbytes: int) -> None:
         """Allocate one block of ``nbytes``, for the places that :meth:`place` returns next.
 
@@ -57,7 +63,9 @@ class HostSpace:
         """
         if nbytes <= self._end - self._next:
             return
-        arena = Arena(nbytes, device=self.device, host_dir=self._folder, limit=self._limit)
+        arena = Arena(
+            nbytes, device=self.device, host_dir=self._folder, limit=self._limit, lasting=True
+        )
         with torch_compat.real_execution():  # a capture may be active
             self._blocks.append((arena, arena.open()))
         self._next, self._end = 0, nbytes
@@ -79,6 +87,12 @@ class HostSpace:
         places.append(Place(self._blocks[-1][1], self._next, taken, self.device))
         self._next += taken
         return places[-1]
+
+    def release(self) -> None:
+        """Release all blocks; what tensors still use is freed with them."""
+        self._blocks.clear()
+        self._places.clear()
+        self._next = self._end = 0
 
 
 class Place:

@@ -47,6 +47,7 @@ class Block:
         place: the device that tensors are moved from, and the folder of its file.
         lent_by: id of the arena for which it was lent last.
         lent_last: grows with each loan of any block.
+        lasting: whether the last loan is for longer than a step.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -56,6 +57,7 @@ class Block:
         self.nbytes = self.bytes.nbytes
         self.place: tuple[torch.device, str] | None = None
         self.lent_by = self.lent_last = 0
+        self.lasting = False
         self._user: weakref.ref[Lent] | None = None
 
     @property

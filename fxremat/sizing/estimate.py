@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fxremat import torch_compat
+from fxremat.calls.place import choose_placement
 from fxremat.capture.isolation import in_training
 from fxremat.capture.sample import Sample, call_without_data, places_of
 from fxremat.capture.unused_outputs import Unused
@@ -19,7 +20,8 @@ from fxremat.graph.forms import PlanOptions
 from fxremat.graph.graph import Graph
 from fxremat.graph.memory_record import roles_of
 from fxremat.graph.pools import all_pools
-from fxremat.ir import MeasuredLink, TrainingState
+from fxremat.ir import MeasuredLink
+from fxremat.loop.hosting import NOTHING
 from fxremat.loop.optimizer_state import (
     copied_optimizer,
     counted_state,
@@ -27,7 +29,13 @@ from fxremat.loop.optimizer_state import (
     with_state,
 )
 from fxremat.loop.parameters import movable, refuse_unmovable, within
-from fxremat.loop.placement import TEMPORARY, large_parameters, placements
+from fxremat.loop.placement import (
+    TEMPORARY,
+    Placement,
+    large_parameters,
+    placements,
+    with_least_memory,
+)
 from fxremat.loop.trial import StepCosts
 from fxremat.options.arguments import Arguments
 from fxremat.options.budget import Budget, TrainingBudget
@@ -39,12 +47,14 @@ from fxremat.planner.allocator.allocator import AllocatorSettings
 from fxremat.planner.context.context_bytes import Caller
 from fxremat.planner.context.step_context import StepContext
 from fxremat.planner.transfers.transfers import HostMemory
-from fxremat.planning.choose import budget_contexts
+from fxremat.planning.choose import budget_contexts, needs_in
 from fxremat.planning.planner import first_plan, later_plan
 from fxremat.progress import CAPTURE, PLAN, Progress
 from fxremat.report.estimate import Estimate, LossOf
 from fxremat.report.frontier import Batches
 from fxremat.report.plan import Plan
+from fxremat.runtime.host_parameter import HostParameter
+from fxremat.runtime.slots import assign_slots
 from fxremat.sizing.fake import HOME, Captured, FakeCopies, capture
 from fxremat.sizing.max_batch import Batching, Dim, NamedDim, read_dim
 
@@ -74,7 +84,7 @@ def graph_without_data(
     progress: Progress,
     *,
     dynamic: bool,
-) -> tuple[Graph, TrainingBudget, StepContext]:
+) -> tuple[Graph, TrainingBudget, Choices]:
     """Capture a step without data, and fill its graph with candidate schedules.
 
     Args:
@@ -86,7 +96,8 @@ def graph_without_data(
         dynamic: whether tensor sizes become symbols.
 
     Returns:
-        The graph, a budget that allows to keep everything, and the context of the captured call.
+        The graph, a budget that allows to keep everything, and the choices of what of the training
+        state is in host memory, with the context of the captured call.
 
     Raises:
         CaptureError, GraphError, CostError, ArgumentError: see :func:`fxremat.estimate`.
@@ -125,34 +136,73 @@ def graph_without_data(
         model=type(model).__name__,
     )
     existing = captured.gradients if options.accumulate else frozenset()
-    context = StepContext(graph.sizes.hints, existing, existing)
-    if options.host is not None and options.host.state:
-        context, graph.training_state = _hosted(context, captured, inner, state, asked)
+    host_bytes = None
+    if options.host is not None and options.host.limit_bytes is not None:
+        moved = [p.nbytes for p in inner.parameters() if isinstance(p, HostParameter)]
+        host_bytes = max(0, options.host.limit_bytes - assign_slots(moved)[1])
+    context = StepContext(graph.sizes.hints, existing, existing, host_bytes=host_bytes)
+    choices = _choices(context, captured, inner, state, asked)
     budget = TrainingBudget(Budget(1.0, share=1.0), usual=options.assume == "usual")
-    all_pools(graph, budget_contexts(graph, context, budget)[0])
-    return graph, budget, context
+    all_pools(graph, budget_contexts(graph, choices.context_with(choices.all[-1]), budget)[0])
+    return graph, budget, choices
 
 
-def _hosted(
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Choices of what optimizer state and gradients are in host memory.
+
+    Attributes:
+        all: the choices, from nothing to as much as the limit allows.
+        context: the context of the captured call with everything on the device.
+        primals: the index of each parameter among the inputs of the graph, by its ``id``.
+    """
+
+    all: Sequence[Placement]
+    context: StepContext
+    primals: Mapping[int, int]
+
+    def context_with(self, placement: Placement) -> StepContext:
+        """Return the context of the captured call with a choice."""
+        if not placement.host_bytes:
+            return self.context
+        context, host_bytes = self.context, self.context.host_bytes
+        hosted = frozenset(self.primals[own] for own in placement.gradients)
+        return replace(
+            context,
+            hosted=hosted,
+            added=context.added | (hosted & context.existing),
+            state_bytes=-placement.state_bytes,
+            step_bytes=placement.step_bytes,
+            host_bytes=None if host_bytes is None else max(0, host_bytes - placement.host_bytes),
+        )
+
+    def least_bytes(self, graph: Graph, budget: TrainingBudget) -> int:
+        """Return the least budget of all choices, with the candidates at hand."""
+        contexts = map(self.context_with, with_least_memory(self.all))
+        needs = (needs_in(graph, budget_contexts(graph, own, budget)) for own in contexts)
+        return min(own.least_bytes for own in needs)
+
+
+def _choices(
     context: StepContext,
     captured: Captured,
     model: nn.Module,
     state: Mapping[int, tuple[int, ...]],
     asked: Asked,
-) -> tuple[StepContext, TrainingState | None]:
-    """Return ``context`` with all eligible gradients and optimizer state in host memory.
-
-    Also returns what that costs.
+) -> Choices:
+    """Return the choices of what of the training state is in host memory.
 
     Args:
-        context: the context of the captured call.
+        context: the context of the captured call with everything on the device.
         captured: the captured step.
         model: the model, whose tensors are fake.
         state: bytes of each tensor of optimizer state, by the ``id`` of a parameter.
         asked: the arguments of the estimate.
     """
     host, device = _host(asked), asked.device
-    assert host is not None and host.link is not None
+    if host is None or not host.state:
+        return Choices((NOTHING,), context, {})
+    assert host.link is not None
     primals = {
         torch_compat.storage_key(tensor): i
         for i, tensor in captured.inputs.items()
@@ -173,18 +223,9 @@ def _hosted(
     }
     trained = large_parameters(parameters.values(), state, costs)
     sizes = [p.nbytes for p in parameters.values()]
-    *_, placement = placements(trained, host.link, sizes)
-    hosted = frozenset(i for i, p in parameters.items() if id(p) in placement.gradients)
-    limit_bytes = host.limit_bytes
-    placed = replace(
-        context,
-        hosted=hosted,
-        added=context.added | (hosted & context.existing),
-        state_bytes=-sum(placement.state.values()),
-        step_bytes=placement.step_bytes,
-        host_bytes=None if limit_bytes is None else max(0, limit_bytes - placement.host_bytes),
-    )
-    return placed, placement.summary
+    made = placements(trained, host.link, sizes, limit_bytes=context.host_bytes)
+    by_id = {id(p): i for i, p in parameters.items()}
+    return Choices(made[-1:] if host.all_state else made, context, by_id)
 
 
 def _in_host(model: nn.Module, asked: Asked) -> frozenset[int]:
@@ -326,24 +367,30 @@ def estimate_step(
     shape = sample.map(copies.of)
     plan, batches, budget_bytes = None, None, None
     with copies.inside(model), in_training(model), torch.enable_grad():
-        graph, budget, context = graph_without_data(
+        graph, budget, choices = graph_without_data(
             model, shape, asked, copies, progress, dynamic=False
         )
+        least_bytes = choices.least_bytes(graph, budget)
+        context = choices.context_with(choices.all[0])
         kept = first_plan(graph, context, budget).completed()
         progress(PLAN)
         if asked.budget is not None:
             budget_bytes = asked.budget.bytes_of(
-                full_bytes=kept.baseline_peak_bytes, least_bytes=kept.least_budget_bytes
+                full_bytes=kept.baseline_peak_bytes, least_bytes=least_bytes
             )
             budget = replace(budget, written=asked.budget, nbytes=None)
             graph.started = False
             with contextlib.suppress(BudgetError):  # nothing fits
+                placement = choose_placement(graph, budget, choices.all, choices.context_with)
+                graph.training_state = placement.summary
+                context = choices.context_with(placement)
                 plan = later_plan(graph, context, budget).completed()
         if named is not None:
             batches = _batches(model, shape, asked, copies, named, most, progress)
     return Estimate(
         device=asked.device.name,
         kept=kept,
+        least_budget_bytes=least_bytes,
         budget_bytes=budget_bytes,
         plan=plan,
         batches=batches,
@@ -367,7 +414,7 @@ def _batches(
     """Return the sizes of ``dim``, up to ``most``, that fit the budget; ``None`` if none does."""
     assert asked.budget is not None and asked.budget.nbytes is not None
     try:
-        graph, budget, context = graph_without_data(
+        graph, budget, choices = graph_without_data(
             model, sample, asked, copies, progress, dynamic=True
         )
     except SizesError as error:
@@ -381,7 +428,7 @@ def _batches(
         graph,
         budget,
         asked.budget.nbytes,
-        context,
+        choices.context_with(choices.all[-1]),  # as the largest size needs
         torch_compat.wrapped_by(model),
         sample,
         most,

@@ -11,7 +11,13 @@ from torch import nn
 from fxremat.ir import MeasuredLink
 from fxremat.loop.hosting import Hosting
 from fxremat.loop.optimizer_state import optimizer_bytes
-from fxremat.loop.placement import SMALL_SHARE, STEPS, placements, trained_parameters
+from fxremat.loop.placement import (
+    SMALL_SHARE,
+    STEPS,
+    placements,
+    trained_parameters,
+    with_least_memory,
+)
 from fxremat.runtime.arena import HostLimit
 from fxremat.runtime.host_tensor import HostTensor
 
@@ -47,6 +53,8 @@ def test_choices_grow_from_nothing_to_everything(kind: str):
         assert before.transfer_s <= after.transfer_s
         assert not after.gradients or after.state.keys() == last.state.keys()
     assert len(choices) <= 2 * STEPS + 1
+    *_, least = with_least_memory(choices)
+    assert least is last
     assert last.gradients.keys() == {one.parameter_id for one in trained}
     left_bytes = sum(p.nbytes for p in own.parameters()) - last.gradient_bytes
     assert left_bytes <= SMALL_SHARE * sum(p.nbytes for p in own.parameters())
@@ -81,3 +89,19 @@ def test_frozen_and_foreign_parameters_are_left_out():
     ids = {one.parameter_id for one in trained}
     assert ids <= {id(p) for p in own.parameters() if p.requires_grad}
     assert id(own[1].weight) in ids
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 1 << 16, 3 << 16, 1 << 20, None])
+def test_no_choice_takes_more_than_the_limit(limit_bytes: int | None):
+    own = model()
+    optimizer = torch.optim.AdamW(own.parameters())
+    trained = trained_parameters([optimizer], own, optimizer_bytes([optimizer], own))
+    sizes = [p.nbytes for p in own.parameters()]
+    all_choices = placements(trained, LINK, sizes)
+    choices = placements(trained, LINK, sizes, limit_bytes=limit_bytes)
+    assert not choices[0].host_bytes
+    if limit_bytes is None:
+        assert choices == all_choices
+    else:
+        assert max(choice.host_bytes for choice in choices) <= limit_bytes
+        assert (len(choices) > 1) == (limit_bytes > 0)

@@ -393,5 +393,36 @@ def test_sizes_of_an_attention_on_a_gpu_are_those_that_fit():
     found = estimated(512, dim=1).batches
     assert found is not None
     largest = found.largest.size
-    assert estimated(largest).kept.least_budget_bytes <= 80 << 20
-    assert estimated(largest + 8).kept.least_budget_bytes > 80 << 20
+    assert estimated(largest).least_budget_bytes <= 80 << 20
+    assert estimated(largest + 8).least_budget_bytes > 80 << 20
+
+
+@pytest.mark.parametrize("limit", [None, "256 KiB"])
+@pytest.mark.parametrize("budget", ["min", 0.5, 0.8, 1.0])
+def test_optimizer_state_in_host_memory_is_what_compile_chooses(budget: Any, limit: str | None):
+    rows = torch.randn(16, 64)
+
+    def made() -> tuple[nn.Module, dict[str, Any]]:
+        torch._dynamo.reset()
+        model = deep()
+        optimizer = torch.optim.AdamW(model.parameters())
+        memory = fxremat.HostMemory("auto", limit=limit, state=True)
+        return model, {"optimizer": optimizer, "loss": torch.sum, "offload": memory}
+
+    model, options = made()
+    estimate = fxremat.estimate(model, rows, budget=budget, device="cpu", **options)
+    model, options = made()
+    if not estimate.fits:
+        with pytest.raises(BudgetError):
+            fxremat.compile(model, rows, budget, **options)
+        return
+    plan = fxremat.compile(model, rows, budget, **options).plan
+    assert estimate.plan is not None
+    assert estimate.budget_bytes is not None
+    # An estimate assumes what the optimizer's step allocates: 2 bytes for each of a parameter.
+    assert abs(estimate.budget_bytes - plan.budget_bytes) <= 64
+    placed, estimated = plan.training_state, estimate.plan.training_state
+    assert (placed is None) == (estimated is None) == (budget == 1.0)
+    if placed is not None and estimated is not None:
+        assert estimated.state_bytes == placed.state_bytes
+        assert estimated.gradient_bytes == placed.gradient_bytes

@@ -42,7 +42,7 @@ class HostMemory:
         folder: folder of the file that stands for host memory on a CPU; ``None``: the system's
             folder for temporary files.
         state: optimizer state and gradients may live in host memory, too.
-        all_state: all of them do, whatever the budget is.
+        all_state: all of them do that the limit allows, whatever the budget is.
         parameters: frozen parameters may live there.
         all_parameters: trained ones, too.
         link: speed of the link if the step is estimated without access to the host; ``None``: it is
