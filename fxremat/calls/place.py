@@ -123,7 +123,7 @@ class _Choice:
     ) -> tuple[Placement | None, float]:
         """Return the fastest placement and its seconds, of the candidates at hand.
 
-        Placements whose transfers alone make them slower are left out.
+        Placements that are slower by their transfers are left out.
 
         Args:
             best: a placement that fits, or ``None``.

@@ -35,9 +35,7 @@ def _rows() -> Tensor:
     return torch.randn(32, 512, generator=torch.Generator().manual_seed(1)).to(CUDA)
 
 
-def trained(
-    budget: Any, name: str, *, steps: int = STEPS, offload: bool = True
-) -> list[Tensor]:
+def trained(budget: Any, name: str, *, steps: int = STEPS, offload: bool = True) -> list[Tensor]:
     """Parameters, state and norms after some steps, each of which is within the budget."""
     torch._dynamo.reset()
     model, rows = _model(), _rows()
