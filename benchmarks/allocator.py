@@ -72,6 +72,7 @@ def larger(requests: Requests) -> Requests:
         calls=tuple(map(scaled, requests.calls)),
         loss_point=scaled(requests.loss_point),
         end=scaled(requests.end),
+        cleared=scaled(requests.cleared),
         unplaced_bytes=requests.unplaced_bytes * LARGER,
     )
 

@@ -10,7 +10,7 @@ from fxremat.errors import BudgetError
 from fxremat.graph.graph import Graph
 from fxremat.graph.pool import fastest, least_of
 from fxremat.graph.pools import pools
-from fxremat.loop.placement import Placement, with_least_memory
+from fxremat.loop.placement import Placement
 from fxremat.options.budget import TrainingBudget
 from fxremat.planner.context.step_context import StepContext
 from fxremat.planning.choose import Needs, all_in_flight, budget_contexts, choose, needs_in
@@ -93,11 +93,10 @@ class _Choice:
         A search for less memory changes which one that is: what an optimizer's step has on the
         device counts more, the less the planned step takes.
         """
-        able = with_least_memory(self.placements)
-        least = able[-1]
+        least = self.placements[-1]
         for _ in range(MOST_SEARCHES):
             choose(self.graph, self.context_with(least), self.budget)
-            before, least = least, min(able, key=lambda own: self.needs(own).least_bytes)
+            before, least = least, min(self.placements, key=lambda own: self.needs(own).least_bytes)
             if least is before:
                 break
         return least

@@ -67,8 +67,6 @@ class Requests:
 
     Attributes:
         given_bytes: sizes of the tensors that exist before the step and after it.
-        cleared: allocations of tensors that exist before the step, and are freed between forward
-            and backward: gradients of the previous step.
         calls: requests of each call of a stage's forward or backward, including the copies from the
             host that precede it.
         loss_point: requests between forward and backward, the last releases of the forward first.
@@ -76,15 +74,17 @@ class Requests:
         end: requests after the last call.
         unplaced_bytes: bytes that are held in blocks of unknown size. A replay counts them as held
             throughout, even if they are released before the loss.
+        cleared: allocations of tensors that exist before the step, and are freed between forward
+            and backward: gradients of the previous step.
     """
 
     given_bytes: tuple[int, ...]
-    cleared: tuple[Request, ...]
     calls: tuple[tuple[Request, ...], ...]
     loss_point: tuple[Request, ...]
     loss_point_index: int
     end: tuple[Request, ...]
     unplaced_bytes: int
+    cleared: tuple[Request, ...] = ()
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests of the step, except for ``given_bytes``, in order of execution.
