@@ -198,6 +198,7 @@ def measure(name: str, budget: str | float | int) -> dict[str, Any]:
             row["step_peaks_bytes"].append(allocated.most_bytes)
             optimizer.zero_grad()
         own = [str(w.message) for w in found if issubclass(w.category, fxremat.BudgetWarning)]
+        own = [text.replace(f"{Path(__file__).parents[1]}/", "") for text in own]
         row["warnings"].append(own)
     row["bits"] += [p.double().sum().item().hex() for p in model.parameters()]
     if budget != "aot_eager":
