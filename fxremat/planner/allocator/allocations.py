@@ -7,7 +7,7 @@ emitted graphs in a model of the allocator (``planner.allocator``).
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -148,19 +148,26 @@ def requests_of_step(
     loss_bytes = context_bytes.loss_point_bytes - sum(size for _, size in made)
     small = sum(size for _, size in made if size <= MOST_SMALL_BYTES)
     small_bytes = min(max(context_bytes.loss_point_small_bytes - small, 0), loss_bytes)
-    given = [*context_bytes.given_each_bytes]
-    unplaced_bytes = context_bytes.given_bytes - sum(given)
-    for size in cleared:
-        given.remove(size)
+    given = context_bytes.given_each_bytes
     return Requests(
-        given_bytes=_without_empty(given),
+        given_bytes=_without_empty(_without(given, cleared)),
         cleared=tuple((CLEARED - i, size) for i, size in enumerate(cleared) if size),
         calls=tuple(calls),
         loss_point=(*at_loss_point, *made, *_transient(loss_bytes, small_bytes)),
         loss_point_index=program.loss_point,
         end=_transient(context_bytes.end_bytes),
-        unplaced_bytes=unplaced_bytes,
+        unplaced_bytes=context_bytes.given_bytes - sum(given),
     )
+
+
+def _without(sizes: Iterable[int], removed: Iterable[int]) -> Iterator[int]:
+    """Yield ``sizes`` without the first ones that are equal to those of ``removed``."""
+    left = Counter(removed)
+    for nbytes in sizes:
+        if left[nbytes]:
+            left[nbytes] -= 1
+        else:
+            yield nbytes
 
 
 def _without_empty(sizes: Iterable[int]) -> tuple[int, ...]:
