@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 import fxremat
 from fxremat import torch_compat
-from fxremat.errors import HostMemoryError
+from fxremat.errors import BudgetWarning, HostMemoryError
 from fxremat.runtime import arena
 from fxremat.runtime.host_tensor import HostTensor
 from tests.models.zoo import seeded
@@ -418,3 +418,32 @@ def test_all_that_is_in_host_memory_keeps_to_the_limit_together(
     assert host.allocated_bytes <= limit_kib << 10
     if limit_kib == 2500 and budget == "min":
         assert host.allocated_bytes
+
+
+class Broken(nn.Module):
+    """Is captured as two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = blocks(2), blocks(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_host_memory_is_nothing_that_a_loop_holds_outside_a_model_of_several_graphs():
+    model = Broken()
+    optimizer = adamw(model)
+    memory = fxremat.HostMemory("auto", state="all")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", BudgetWarning)
+        options: dict[str, Any] = {"optimizer": optimizer, "loss": torch.sum, "offload": memory}
+        call = fxremat.compile(model, ROWS, "min", **options)
+        for _ in range(6):
+            call(ROWS).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert call._training.loop.hosting.space.allocated_bytes
+    assert not [own for own in warned if "outside the model" in str(own.message)]

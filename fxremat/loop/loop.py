@@ -177,6 +177,8 @@ class Loop:
         tensors = itertools.chain(
             *(loop.held_tensors() for loop in loops),
             *(tensors_of(copy) for loop in loops for copy in loop.copies),
+            # On a CPU, host memory consists of tensors of the model's device.
+            *(loop.hosting.space.tensors() for loop in loops if loop.hosting is not None),
             arguments,
         )
         keys = [*torch_compat.storages_on(self.device, tensors)]

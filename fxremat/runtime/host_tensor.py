@@ -10,7 +10,7 @@ unchanged, with the same bits, and holds one of them at a time.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ class HostSpace:
     def allocated_bytes(self) -> int:
         """Bytes of all blocks."""
         return sum([host.numel() for _, host in self._blocks])
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the memory of each block."""
+        return (host for _, host in self._blocks)
 
     @property
     def free_bytes(self) -> int | None:
